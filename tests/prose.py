@@ -1,10 +1,14 @@
 """How a page is written: its sentences, and those that are beside the rules of CONTRIBUTING.md.
 
-``python -m tests.prose PAGE ...`` prints them, also for the comments of C files and folders.
+``python -m tests.prose PAGE ...`` prints them, also for the comments of files of C, for the
+docstrings and comments of files of Python, and for those of a folder's files.
 """
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +16,12 @@ RELATIVE = re.compile(r"\b(?:that|which|what|who|whose)\b", re.I)
 RATE = 1.8  # of these, in 100 words
 LENGTH = 25  # words of a sentence, without what is in parentheses
 C = {".c", ".h", ".cu"}
+PYTHON = {".py", ".pyi"}
 LITERAL_OR_COMMENT = re.compile(
     r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|/\*(.*?)\*/|//([^\n]*)', re.S
 )
 LABEL = re.compile(r"^( *\S[^.?!\n]{0,40}?[^\s.?!:)\]]) {2,}(?=\S)", re.M)  # "Threads  any."
+TO_TOOLS = re.compile(r"#\s*(?:type|fmt|noqa|ruff|mypy)\b")
 NO_SUBJECT = re.compile(r"[(*\"]*(?:What|Who|That|Of|Which)\b")
 
 
@@ -38,10 +44,14 @@ def comments(source: str) -> str:
 
 
 def page_of(path: Path) -> str:
-    """A page, or the comments of a C file, or those of a folder's files."""
+    """A page, or what a file of code says, or a folder's files."""
     if path.is_dir():
-        return "\n\n".join(page_of(file) for file in sorted(path.iterdir()) if file.suffix in C)
-    return comments(path.read_text()) if path.suffix in C else path.read_text()
+        files = (file for file in sorted(path.iterdir()) if file.suffix in (*C, *PYTHON))
+        return "\n\n".join(map(page_of, files))
+    text = path.read_text()
+    if path.suffix in C:
+        return comments(text)
+    return remarks(text) if path.suffix in PYTHON else text
 
 
 def passages(page: str) -> list[tuple[str, str]]:
@@ -76,6 +86,27 @@ def prose(page: str) -> Prose:
             if len(re.findall(r"[A-Za-z][\w'-]*", sentence)) > LENGTH:
                 long.append(sentence)
     return Prose(words, relative, without_subject, long)
+
+
+def remarks(code: str) -> str:
+    """The docstrings and comments of a Python file as a page, without examples of code."""
+    found = [
+        re.sub(r"::\n(?:\n| .*(?:\n|$))+", ":\n\n", ast.get_docstring(node) or "")
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    above = None  # the place of a comment's line, if the line has no code
+    for token in tokenize.generate_tokens(io.StringIO(code).readline):
+        if token.type != tokenize.COMMENT or TO_TOOLS.match(token.string):
+            continue
+        row, column = token.start
+        text = token.string.lstrip("#:- ")
+        if above == (row - 1, column):
+            found[-1] += f"\n{text}"
+        else:
+            found.append(text)
+        above = token.start if token.line[:column].isspace() or column == 0 else None
+    return "\n\n".join(found).replace("``", "`")
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 import subprocess
 import sys
@@ -14,14 +15,13 @@ from torch import nn
 
 import smp
 from smp.job import config
-from tests.prose import RATE, C, comments, page_of, prose
+from tests.prose import PYTHON, RATE, C, comments, page_of, prose, remarks
 from tests.ranks import mpirun, on_ranks, rank_environment
 from tests.reference.whole_job import WholeJob, split_over_all_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted(
-    {str(p.parent.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*") if p.suffix in C}
-)
+CODE = itertools.chain(ROOT.glob("csrc/**/*"), ROOT.glob("smp/**/*"))
+SOURCES = sorted({str(p.parent.relative_to(ROOT)) for p in CODE if p.suffix in (*C, *PYTHON)})
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
@@ -502,6 +502,23 @@ int   x; /* whose */ // that, too
     page = comments(source)
     assert prose(page).words == 11 and prose(page).relative == 4, page
     assert prose(page).without_subject == ["What waits."]
+
+
+def test_a_files_remarks_are_its_docstrings_and_comments():
+    code = '''"""A rank that waits::
+
+    what = a rank
+
+A rank ends.
+"""
+who = "which"  # What is ``that``?
+# That is a
+# rank.
+x = 1  # type: ignore[misc]
+'''
+    found = prose(remarks(code))
+    assert found.relative == 3 and len(found.without_subject) == 2
+    assert "a rank." in " ".join(remarks(code).split()) and "ignore" not in remarks(code)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

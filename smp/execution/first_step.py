@@ -1,4 +1,4 @@
-"""What happens before the first step of a model: tracing, partition, agreement.
+"""The time before the first step of a model: tracing, partition, agreement.
 
 One rank traces and decides; every rank gets the decision, checks that it is about the
 same model, and applies it.  Where modules may call collectives of their own
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 class ForwardState(NamedTuple):
-    """What a model's modules are known to change when they run.  By path of the module."""
+    """The known changes of a model's modules when run.  By path of the module."""
 
-    attributes: dict[str, tuple[str, ...]]  # names of plain attributes that it sets
-    buffers: dict[str, tuple[str, ...]]  # names of buffers that it changes
+    attributes: dict[str, tuple[str, ...]]  # names of plain attributes set by it
+    buffers: dict[str, tuple[str, ...]]  # names of buffers changed by it
 
 
 class PartitionMismatch(RuntimeError):
@@ -62,12 +62,12 @@ def partition_models(
     Args:
         models: in order of creation.
         run_traced: runs the step function on one microbatch, without backward; its inputs on
-            that device, or where they are.
+            that device, or in place.
 
     Raises:
-        PartitionError: pins that cannot be met.
+        PartitionError: the pins cannot be met.
         PartitionMismatch: a rank has another model; on every rank.
-        Exception: what the traced run raised; on every rank.
+        Exception: the traced run's; on every rank.
     """
     sync_batch_norm.prepare(models, rt)
     if rt.in_sequence:
@@ -148,14 +148,14 @@ def _attempted(
 def _check_second(
     first: tracing.Trace | None, second: tracing.Trace | None, flags: set[str]
 ) -> None:
-    """The forward after the one that has made modules is like all that follow.
+    """The forward after the one with new modules must be like all later ones.
 
     Args:
-        flags: names of attributes that have kept the values which the first one has set.
+        flags: names of attributes still at the first forward's values.
 
     Raises:
-        RuntimeError: it makes modules again; or the first has done more that is not to be
-            seen any more, as a process would have kept it.
+        RuntimeError: the second forward makes modules again; or it lacks changes of the first,
+            other than the flags.  A process would have kept these.
     """
     if first is None or second is None:
         return
@@ -176,7 +176,7 @@ def _check_second(
 
 
 def _first_failure(failed: Sequence[tuple]) -> tuple:
-    """Of what the ranks that traced failed with: not what followed from another's."""
+    """The first failure of the tracing ranks: not one that followed from another's."""
     follows = f".{PeerFailed.__name__}"
     return next((told for told in failed if not told[4].endswith(follows)), failed[0])
 
@@ -203,8 +203,9 @@ def _decide(
     models: Sequence["DistributedModel"],
     traces: Sequence[tracing.Trace | None],
 ) -> tuple[list[bytes], list[tuple], list[tuple], int, list[int]]:
-    """The partition of each model, its `Turns`, its `ForwardState`, the backward calls of a
-    step, and what each rank will have in its pool."""
+    """The partition, `Turns` and `ForwardState` of each model, and numbers for the ranks.  The
+    numbers are the backward calls of a step, and each rank's expected use of its pool.
+    """
     states = [_forward_state(m, trace) for m, trace in zip(models, traces, strict=True)]
     partitions = _partitions(rt, models, traces, states)
     for trace, partition in zip(traces, partitions, strict=True):
@@ -230,7 +231,7 @@ def _partitions(
     traces: Sequence[tracing.Trace | None],
     states: Sequence[ForwardState],
 ) -> list[Partition]:
-    """The models' partitions, in which what several of them have is in one place."""
+    """The models' partitions, with parts of several models in one place."""
     cfg = rt.cfg
     homes = shared.homes_of(rt.live_models())
     out = []
@@ -254,7 +255,7 @@ def _check_grad_flags(rt: "Runtime", trace: tracing.Trace, partition: Partition)
     """Changes of ``requires_grad`` travel with calls to other ranks; on one they are all's.
 
     Raises:
-        PartitionError: a parameter's would reach other microbatches, or not all ranks.
+        PartitionError: a parameter's change would reach other microbatches, or not all ranks.
     """
     alone = rt.active_microbatches == 1
     for name, flag in trace.grad_flags.items():
@@ -281,7 +282,7 @@ def _trace_together(
     models: Sequence["DistributedModel"],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
-    """The models' traces, whose modules may meet the DP_GROUP's other ranks in collectives."""
+    """The models' traces; their modules may meet the DP_GROUP's other ranks in collectives."""
     with step_end.together(ranks.get_dp_process_group()):
         try:
             return _trace(rt, models, run_traced)
@@ -297,8 +298,8 @@ def _trace(
 ) -> list[tracing.Trace]:
     """The models' traces, made on this rank's accelerator or on the CPU.
 
-    On the accelerator the whole models are, for the run; where they do not fit, it is the
-    CPU's, and where the CPU cannot run them, the accelerator's.
+    For the run, the whole models are on the accelerator.  Where they do not fit, the trace is
+    the CPU's; where the CPU cannot run them, the accelerator's.
     """
     placed = [m._smp_module for m in rt.live_models() if m.partitioned]
     with twins.as_in_one_process(placed):
@@ -311,7 +312,7 @@ def _trace_whole(
     placed: Sequence[nn.Module],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
-    """The traces of models that are on this rank as a whole, beside others that are."""
+    """The traces of models whole on this rank, beside other whole ones."""
     modules = [m._smp_module for m in models]
     meta = any(p.is_meta for module in modules for p in module.parameters())
 
@@ -349,10 +350,10 @@ def _trace_whole(
 
 
 def _check_collective(rt: "Runtime", where: str, members: list[int]) -> None:
-    """Those that trace must be able to meet in a collective that a module calls by itself.
+    """The tracing ranks must be able to meet in a collective called by a module itself.
 
     Raises:
-        tracing.CollectiveRefused: they cannot; ``where`` names the module.
+        tracing.CollectiveRefused: they cannot; the text names ``where``.
     """
     if len(members) == 1:
         return
@@ -383,7 +384,7 @@ def _traced_at(
 def _refuse_lazy_modules(root: nn.Module) -> None:
     """
     Raises:
-        RuntimeError: a parameter gets its shape in the first forward, in which each rank would
+        RuntimeError: a parameter gets its shape in the first forward; there each rank would
             draw values of its own.
     """
     for path, module in root.named_modules():
@@ -398,7 +399,7 @@ def _refuse_lazy_modules(root: nn.Module) -> None:
 
 
 def _refuse_compiled_modules(root: nn.Module) -> None:
-    """A ScriptModule runs in C++, which cannot be asked to call another rank.
+    """A ScriptModule runs in C++, without a way to call another rank.
 
     Raises:
         NotImplementedError: ``root`` is one, or has one.
@@ -421,7 +422,7 @@ def _forward_state(one: "DistributedModel", trace: tracing.Trace | None) -> Forw
         seen = trace.modules[path]
         if seen.set_attributes:
             attributes[path] = seen.set_attributes
-        # As turns_of() has it: BatchNorm's may stay as they are in a traced evaluation.
+        # As in turns_of(): BatchNorm's may stay as they are in a traced evaluation.
         tracked = seen.executions > 0 and hasattr(module, "track_running_stats")
         names = tuple(module._buffers) if tracked else seen.changed_buffers
         if names:
@@ -434,10 +435,10 @@ def _check_models(
     partitions: Sequence[Partition],
     turns: Sequence[Turns],
 ) -> None:
-    """Compare what this rank has and will apply with the other ranks.
+    """Compare this rank's models and decisions with the other ranks'.
 
     Raises:
-        PartitionMismatch: on every rank; names the first difference.
+        PartitionMismatch: on every rank; the text names the first difference.
     """
     mine = _description(models, partitions, turns)
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
@@ -464,7 +465,7 @@ def _description(
     partitions: Sequence[Partition],
     turns: Sequence[Turns],
 ) -> list[str]:
-    """A line for each thing that all ranks must have alike."""
+    """A line for each thing to be alike on all ranks."""
     lines = [f"{len(models)} models to partition, {len(partitions)} partitions"]
     for number, (one, partition, its) in enumerate(
         zip(models, partitions, turns, strict=False)

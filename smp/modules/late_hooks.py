@@ -1,11 +1,12 @@
-"""Forward hooks that a script registers after the partition, which tracing has not seen.
+"""Forward hooks registered by a script after the partition, unseen in the traced run.
 
 One may keep tensors where microbatches share them, for the forward or the step function to
-read.  In one process a microbatch is over before the next one's hook runs; so the hook waits
-for that, for good if it has kept something in its first step, with a warning.  A hook that a
-microbatch registers does not run in earlier ones, and in later ones if it is still there.
+read.  In one process a microbatch is over before the next one's hook runs, so the hook waits
+for that.  A hook that has kept a value in its first step waits for good, with a warning.  A
+hook registered by a microbatch does not run in earlier ones, and in later ones only if not
+removed.
 
-Those of transformers keep what they see in a context variable, which is the microbatch's.
+The hooks of transformers keep their values in a context variable, each microbatch's own.
 """
 
 import warnings
@@ -32,9 +33,9 @@ class _Place(NamedTuple):
 
     Attributes:
         path: its.
-        order: the gate that a microbatch is past when its forward is over.
-        is_called_here: what it is in runs on this rank, and calls it: so do hooks after its
-            forward.  Those before it run with the forward.
+        order: the gate passed by a microbatch at the end of its forward.
+        is_called_here: the module around it runs on this rank, and calls it: so do hooks after
+            its forward.  Hooks before it run with the forward.
     """
 
     path: str
@@ -46,14 +47,14 @@ class _Place(NamedTuple):
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _places: dict[int, "_Place"] = {}  # of these
 _originals: dict[str, Callable] = {}
-_called: list["_Late"] = []  # in this step, of those that are not known yet
+_called: list["_Late"] = []  # hooks not known yet, called in this step
 
 
 def notice_from_now(root: nn.Module, order: int, is_first: bool) -> None:
-    """Hooks of the model's modules are those of a later time from now on.
+    """Hooks registered on the model's modules from now on are late ones.
 
     Args:
-        order: the gate that a microbatch is past when its forward is over.
+        order: the gate passed by a microbatch at the end of its forward.
         is_first: the step function runs on this rank.
     """
     named = dict(root.named_modules())
@@ -98,7 +99,7 @@ def _noticing(original: Callable) -> Callable:
 
 
 class _Late:
-    """A hook that was registered after the partition."""
+    """A hook registered after the partition."""
 
     def __init__(self, hook: Callable, module: nn.Module, place: _Place):
         """
@@ -109,7 +110,7 @@ class _Late:
         self.__module__ = getattr(hook, "__module__", "")  # whose it is
         self._where = f"module '{place.path}' ({type(module).__name__})"
         self._order = place.order
-        self._microbatch = _core.current()  # that has registered it in this step
+        self._microbatch = _core.current()  # the one that registered it in this step
         self._waits = True
         self._keeps = False
         if self._microbatch is not None:
@@ -156,7 +157,7 @@ class _Late:
         return _itself, (self._hook,)
 
     def finish(self) -> None:
-        """A step is over in which it was called, or registered."""
+        """A step with a call or the registration of the hook is over."""
         if self._keeps and self._microbatch is None:
             warnings.warn(
                 f"smp: a hook of {self._where}, registered after the first step, keeps tensors "

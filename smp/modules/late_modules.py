@@ -1,9 +1,9 @@
-"""Modules, and parameters, that a script puts into a model after its partition or split.
+"""Modules, and parameters, put into a model by a script after its partition or split.
 
-Nobody has decided about them.  In a pipeline their parameters would be on every rank, trained
-on the one that runs them, and saved from another; with tensor parallelism each rank draws its
-own values.  A module with neither parameters nor buffers runs where it is called, and another
-name for a module of the model is just that; both are let through.
+No decision covers them.  In a pipeline their parameters would be on every rank, trained on one,
+and saved from another.  With tensor parallelism each rank draws its own values.  A module with
+neither parameters nor buffers runs where it is called, and another name for a known module is
+harmless: both are let through.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ _SPLIT = (
 
 
 def refuse_from_now(root: nn.Module, is_split: bool = False) -> None:
-    """Refuse modules with parameters or buffers that are put into ``root``, or taken out.
+    """Refuse modules with parameters or buffers put into ``root``, or taken out.
 
     Args:
         is_split: over the TP_GROUP, and not partitioned yet.
@@ -61,7 +61,7 @@ def forget() -> None:
 
 
 def _path(module: nn.Module) -> str | None:
-    """In the partitioned model that has it; None: none has."""
+    """The module's path in its partitioned model; None: in no such model."""
     return _paths[id(module)] if _modules.get(id(module)) is module else None
 
 
@@ -69,7 +69,7 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Called by torch before ``parent`` gets the module by that name.
 
     Raises:
-        RuntimeError: it has, or what it replaces, parameters or buffers.
+        RuntimeError: the module, or the replaced one, has parameters or buffers.
     """
     above = _path(wrapped_of(parent))
     if above is None:
@@ -91,7 +91,7 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
 
 
 def _is_known(module: nn.Module | None) -> bool:
-    """Whether all its values are of modules that the model had, as those of a compiled one."""
+    """Whether all its values are of modules known in the model, as those of a compiled one."""
     inside = () if module is None else module.modules()
     return all(_path(m) is not None or not any(True for _ in _own_values(m)) for m in inside)
 
@@ -105,7 +105,7 @@ def _check_parameter(parent: nn.Module, name: str, parameter: nn.Parameter | Non
     """Called by torch before ``parent`` gets the parameter by that name.
 
     Raises:
-        RuntimeError: in a step, where it had none.
+        RuntimeError: in a step, for a name without a parameter before.
     """
     if parameter is None or _core.current() is None or parent._parameters.get(name) is not None:
         return

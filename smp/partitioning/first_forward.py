@@ -1,9 +1,9 @@
-"""Modules and parameters that a model makes in its first forward, and keeps.
+"""Modules and parameters made and kept by a model in its first forward.
 
 BigBird puts a full attention in the place of its sparse one when sequences are short.  One
-process does so once.  The traced run does so too, on one rank, and all that tracing has seen
-is put back; so these modules go to all ranks before the partition, and with them the flags that
-say that they are there.  A second traced run finds them, and the partition decides about them.
+process does so once.  The traced run does so too, on one rank, and all changes seen by tracing
+are put back.  So these modules go to all ranks before the partition, with the flags that mark
+them as made.  A second traced run finds them, and the partition decides about them.
 """
 
 import enum
@@ -21,11 +21,11 @@ _ABSENT = object()
 
 
 class Registers:
-    """Which modules and parameters the modules of a run have, before it and after.
+    """The modules and parameters of a run's modules, before the run and after.
 
     Args:
         modules: of the models.
-        original: by id of a parameter of the run, that of the model's own.
+        original: by id of a parameter of the run, the id of the model's own.
     """
 
     def __init__(self, modules: Sequence[nn.Module], original: dict[int, int]):
@@ -47,7 +47,7 @@ class Registers:
         }
 
     def add(self, module: nn.Module) -> Iterator[nn.Module]:
-        """A module is put into another one: those in it that are new."""
+        """A module is put into another one: yield the new ones in it."""
         for one in module.modules():
             if id(one) not in self._before:
                 self._before[id(one)] = one, self._held(one), _flags(one)
@@ -55,7 +55,7 @@ class Registers:
                 yield one
 
     def take(self) -> None:
-        """The run is over; what it has changed is not put back yet."""
+        """The run is over; its changes are not put back yet."""
         new = set(map(id, self._new))
         for module, before, flags in self._before.values():
             after = self._held(module)
@@ -80,12 +80,12 @@ class Registers:
         return any(isinstance(t, Tensor) or has_values(t) for t in things if t is not None)
 
     def keep_new(self) -> None:
-        """All is put back: what the new modules have got since they were put in is theirs."""
+        """All is put back: later additions to the new modules are theirs."""
         for module, register, held in self._of_new:
             _put(module, register, held)
 
     def flags(self) -> list[tuple[nn.Module, dict[str, Any]]]:
-        """Flags that the run has set on modules with something new in them."""
+        """Flags set by the run on modules with new parts."""
         changed = {id(module) for module, _, _ in self.changed}
         return [
             (module, its)
@@ -119,13 +119,13 @@ def _put(module: nn.Module, register: str, held: dict[str, Any]) -> None:
 
 # ---------------------------------------------------------------------- to all ranks
 
-# Of a module, or of a parameter, a buffer or an object that it has: number of the model, path
-# of the module, name.
+# The name of a module, or of its parameter, buffer or object: number of the model, path of the
+# module, name.
 _Name = tuple[int, str, str]
 
 
 def _things(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, _Name]]:
-    """What all ranks have: modules, tensors, and objects such as configurations."""
+    """The things of all ranks: modules, tensors, and objects such as configurations."""
     for number, root in enumerate(roots):
         for path, module in root.named_modules():
             yield module, (number, path, "")
@@ -154,13 +154,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def packed(roots: Sequence[nn.Module], registers: Registers, original: dict[int, int]) -> bytes:
-    """What the run has made, for `make`.
+    """The run's new modules and parameters, for `make`.
 
     Args:
-        original: by id of a parameter of the run, that of the model's own.
+        original: by id of a parameter of the run, the id of the model's own.
 
     Raises:
-        RuntimeError: it cannot be pickled.
+        RuntimeError: they cannot be pickled.
     """
     names = {id(thing): name for thing, name in _things(roots)}
     names |= {twin: names[own] for twin, own in original.items() if own in names}
@@ -179,10 +179,10 @@ def packed(roots: Sequence[nn.Module], registers: Registers, original: dict[int,
 def make(
     roots: Sequence[nn.Module], data: bytes
 ) -> tuple[list[tuple[nn.Module, nn.Module]], set[str]]:
-    """Do to the models what their first forward has done to those of another rank.
+    """Repeat on the models the changes of their first forward on another rank.
 
     Returns:
-        modules with those that have taken their places; names of the flags that are set now.
+        modules, each with the one in its place; names of the flags set now.
     """
     things = {name: thing for thing, name in _things(roots)}
     path_of = {id(module): path for root in roots for path, module in root.named_modules()}
@@ -202,7 +202,7 @@ def make(
 
 
 def described(roots: Sequence[nn.Module], registers: Registers) -> str:
-    """The first thing that the run has made, in words."""
+    """The run's first new module or parameter, in words."""
     module, register, held = registers.changed[0]
     paths = {id(m): path for root in roots for path, m in root.named_modules()}
     before = getattr(module, register)

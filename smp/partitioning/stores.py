@@ -1,5 +1,5 @@
-"""Attributes that code of a model's forward may set on its modules, in branches that a traced
-run has not taken, too: as the code says, without running it.
+"""Attributes for a model's code to set on its modules in the forward, by a reading of the code.
+Branches not taken by a traced run count, too.
 """
 
 import dis
@@ -14,17 +14,17 @@ from smp.modules.stand_ins import users_class
 
 
 class _Code(NamedTuple):
-    """What a function does by name, with those that are made in it."""
+    """A function's names and stores, with those of functions made in it."""
 
-    names: frozenset[str]  # that it uses: it may call methods by them
-    own: frozenset[str]  # attributes that it sets on its first argument
+    names: frozenset[str]  # names in use: it may call methods by them
+    own: frozenset[str]  # attributes set on its first argument
     others: frozenset[str]  # ... on anything else
 
 
 def stored(modules: Mapping[str, nn.Module]) -> dict[str, set[str]]:
     """Names of the attributes that the modules' code may set on each of them, by path.
 
-    A module sets its own, and those that a module in it has.
+    A module sets its own, and those known to a module in it.
 
     Args:
         modules: of one model, by path, those above first.
@@ -61,7 +61,7 @@ def _reached(classes: set[type[nn.Module]]) -> dict[type[nn.Module], list[_Code]
 
 @functools.cache
 def _methods(cls: type[nn.Module]) -> tuple[tuple[str, _Code], ...]:
-    """By name, those of a class that are not torch's."""
+    """By name, the methods of a class other than torch's."""
     found: dict[str, _Code] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.partition(".")[0] not in ("torch", "builtins"):
@@ -72,7 +72,7 @@ def _methods(cls: type[nn.Module]) -> tuple[tuple[str, _Code], ...]:
 
 
 def _codes_of(member: object) -> Iterator[types.CodeType]:
-    """The code of a method or a property, and what a decorator has wrapped."""
+    """The code of a method or a property, and of functions wrapped by a decorator."""
     if isinstance(member, property):
         member = member.fget
     while member is not None:
@@ -104,6 +104,6 @@ def _read(codes: list[types.CodeType]) -> _Code:
 
 
 def _last(instruction: dis.Instruction | None) -> object:
-    """The variable that an instruction loads last."""
+    """The last variable loaded by an instruction."""
     argument = None if instruction is None else instruction.argval
     return argument[-1] if isinstance(argument, tuple) and argument else argument

@@ -16,7 +16,7 @@ _FILLED_BY = "_smp_filled_by"  # likewise: paths of attentions
 
 
 def refuse_padding(arguments: dict[str, Any], path: str, uneven: bool) -> None:
-    """A cache keeps the padding behind a shorter sequence, and then goes on behind that.
+    """Refuse padding in a cache: it stays behind a shorter sequence, before new keys.
 
     Args:
         arguments: of the attention's call.
@@ -24,8 +24,8 @@ def refuse_padding(arguments: dict[str, Any], path: str, uneven: bool) -> None:
         uneven: its sequences have other lengths on other tp_ranks.
 
     Raises:
-        NotImplementedError: the sequences in a cache that is used again were of different
-            lengths on the tp_ranks.
+        NotImplementedError: the sequences in a reused cache were of different lengths on the
+            tp_ranks.
     """
     cache = _cache_among(arguments)
     if cache is None or not hasattr(cache, "__dict__"):
@@ -68,7 +68,7 @@ def refuse_gradients_of_others(arguments: dict[str, Any], module: nn.Module, pat
         path: of it.
 
     Raises:
-        NotImplementedError: autograd leads from the attention to a cache that is another's.
+        NotImplementedError: autograd leads from the attention to another module's cache.
     """
     cache = _cache_among(arguments)
     if cache is None or not hasattr(cache, "__dict__"):
@@ -84,7 +84,7 @@ def refuse_gradients_of_others(arguments: dict[str, Any], module: nn.Module, pat
 def refuse_after(
     error: RuntimeError, arguments: dict[str, Any], module: nn.Module, path: str
 ) -> None:
-    """The ranks have the same samples, and a cache of all heads shows where it grows.
+    """The ranks have the same samples: a cache of all heads shows itself when it grows.
 
     Args:
         error: of the attention's call.
@@ -93,7 +93,7 @@ def refuse_after(
         path: of it.
 
     Raises:
-        NotImplementedError: the error is of a cache that the attention could not append to.
+        NotImplementedError: the attention could not append to its cache.
     """
     keys = _keys(arguments, module)
     if keys is not None and "Sizes of tensors must match" in str(error):
@@ -115,7 +115,7 @@ def _cache_among(arguments: dict[str, Any]) -> Any:
 
 
 def _keys(arguments: dict[str, Any], module: nn.Module) -> Tensor | None:
-    """What the cache has for the attention before its call; None: nothing."""
+    """The cache's keys for the attention before its call; None: none."""
     cache = _cache_among(arguments)
     if hasattr(cache, "cross_attention_cache"):
         is_cross = any(arguments.get(name) is not None for name in _STATES_OF_OTHERS)

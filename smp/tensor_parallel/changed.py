@@ -1,8 +1,8 @@
-"""Whether a module is as the class has it that a plan was written for.
+"""Whether a module is unchanged from the class of its plan.
 
-A plan splits linears by their outputs and inputs, and takes what lies between them to act on
-each channel by itself.  A subclass, a replaced method, another module in the place of one or a
-hook may do something else with this rank's channels.
+A plan splits linears by their outputs and inputs, and takes the code between them to act on
+each channel by itself.  A subclass, a replaced method, a module in place of another or a hook
+may act otherwise on this rank's channels.
 """
 
 import copy
@@ -19,23 +19,23 @@ _IsPlanned = Callable[[type[nn.Module]], bool]
 
 
 def method_of_instance(module: nn.Module) -> str:
-    """The method of its class that a module has another of; "": none."""
+    """A method of its class replaced on the module itself; "": none."""
     cls = users_class(type(module))
     own = (name for name in vars(module) if callable(getattr(cls, name, None)))
     return next(own, "")
 
 
 def why_whole(module: nn.Module, plans: Collection[str], is_planned: _IsPlanned) -> str:
-    """Why a module's plan may not hold for it; "": it is as the plan has it.
+    """The reason for a module's plan not to hold; "": it holds.
 
     Args:
-        module: of a class with a plan, or of one that inherits from it.
+        module: of a class with a plan, or of a subclass.
         plans: names of the classes with plans in its family.
         is_planned: whether a class has a plan of its own.
     """
     if reason := _of_class(type(module), plans):
         return reason
-    adapted: set[nn.Module] = set()  # what is in adapters, which have checks of their own
+    adapted: set[nn.Module] = set()  # modules in adapters: these have checks of their own
     for path, inner in inside(module, is_planned):
         its = f"its '{path}'" if path else "it"
         if method := method_of_instance(inner):
@@ -55,7 +55,7 @@ def why_whole(module: nn.Module, plans: Collection[str], is_planned: _IsPlanned)
 
 
 def _of_class(cls: type[nn.Module], plans: Collection[str]) -> str:
-    """What a subclass of the user's does in place of the planned class's methods."""
+    """A method of the user's subclass in place of the planned class's."""
     for one in users_class(cls).__mro__:
         if one.__module__.startswith("transformers."):
             return ""
@@ -87,7 +87,7 @@ _MIXES = "does not act on each channel of each sample by itself"
 
 
 def _of_inner(path: str, module: nn.Module) -> str:
-    """What is not as a plan has it, of a module at a path in the planned one; ""."""
+    """The difference from a plan, of a module at a path in the planned one; ""."""
     cls = users_class(type(module))
     name = path.rpartition(".")[2].lower()
     if "parametrizations" in module._modules:
@@ -113,12 +113,12 @@ def _is_activation(name: str) -> bool:
 
 
 def _acts_by_element(function: Any) -> bool:
-    """Whether it gives of a part of a tensor the part of what it gives of the whole."""
+    """Whether its value for a part of a tensor is that part of its value for the whole."""
     if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
         return False
     x = 2.0 * torch.arange(4.0 * 6 * 8, device="cpu").cos().view(4, 6, 8)
     try:
-        function = copy.deepcopy(function)  # it may keep statistics
+        function = copy.deepcopy(function)  # a function with statistics changes in a call
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             whole = function(x.clone())
             return whole.shape == x.shape and all(
@@ -126,5 +126,5 @@ def _acts_by_element(function: Any) -> bool:
                 for axis in range(3)
                 for part, kept in zip(x.chunk(2, axis), whole.chunk(2, axis), strict=True)
             )
-    except Exception:  # whatever a user's code raises
+    except Exception:  # any exception of a user's code
         return False

@@ -1,10 +1,10 @@
-"""Splitting a user's model: where it stands, or with a distributed form in its place.
+"""Splitting a user's model: in place, or with a distributed form in its place.
 
-What of a module is cut in place, a *plan* of its family says (``smp/nn/huggingface``, one file
-a family): a function that cuts a module's linears and makes it a region.  A registered class
-is replaced (``smp.tensor_parallel.replacement``).  Of models without either, each linear and
-embedding is split by itself.  A TP_GROUP of one rank splits nothing, and replaces as others do:
-scripts reach for what is in the distributed forms.
+A *plan* of its family cuts a module in place (``smp/nn/huggingface``, one file a family): a
+function that cuts a module's linears and makes it a region.  A registered class is replaced
+(``smp.tensor_parallel.replacement``).  In models without either, each linear and embedding is
+split by itself.  A TP_GROUP of one rank splits nothing, and replaces as others do: scripts
+reach for parts of the distributed forms.
 """
 
 import functools
@@ -46,24 +46,24 @@ Plan = Callable[[nn.Module, str], None]  # cuts the module at a path
 
 
 class Outcome(NamedTuple):
-    """What became of a marked module."""
+    """The outcome for a marked module."""
 
     path: str
     class_name: str
-    reason: str  # why it was left whole; "": it was split
+    reason: str  # the reason for a whole module; "": it was split
 
 
 # Splits one module by itself; with True by rows, as tied embeddings and linears are.
 _leaves: dict[type[nn.Module], Callable[..., None]] = {}
 
-# Modules that look at their children's weights themselves.
+# Modules with reads of their own of their children's weights.
 _USE_CHILDRENS_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def register_leaf(cls: type[nn.Module], split: Callable[..., None]) -> None:
     """Have marked modules of this class split by ``split(module, by_rows)``.
 
-    Those of a class that inherits from it are, where a trial shows that they can be.
+    Instances of a subclass are split where a trial shows that they can be.
     """
     _leaves[cls] = split
 
@@ -72,8 +72,8 @@ def split(model: nn.Module) -> tuple[nn.Module, list[Outcome]]:
     """Split the marked modules.  Collective over the TP_GROUP.
 
     Returns:
-        the model, which is another where a distributed module takes the place of all of it;
-        and what became of each marked module that could be split by itself.
+        the model, another one where a distributed module replaces all of it;
+        and the outcome for each marked module that could be split by itself.
     """
     splitting = _Splitting(model)
     splitting.run()
@@ -130,7 +130,7 @@ class _Splitting:
             return
         self.done.add(id(module))
         if isinstance(module, DistributedModule):
-            return  # made so by the user: what is in it is split already
+            return  # made so by the user: its parts are split already
         cls = type(module)
         is_marked = marking.configuration(module) is not None
         if is_marked and (replacement.registration_of(module) or _wanted_form(module)):
@@ -161,7 +161,7 @@ class _Splitting:
             self._visit(child, below, module, in_family, in_plan)
 
     def _find_changed(self) -> None:
-        """What a script has changed on any rank.  Collective over all ranks."""
+        """Find a script's changes on any rank.  Collective over all ranks."""
         modules = [
             one
             for one in self.paths
@@ -214,7 +214,7 @@ class _Splitting:
     def _split_leaf(
         self, module: nn.Module, path: str, parent: nn.Module | None, in_family: bool
     ) -> bool:
-        """Returns whether it is split."""
+        """Returns whether the leaf is split."""
         if module._parameters.get("weight") is None:
             return not self._left_whole(
                 module, path, "its weight is not a parameter of its own"
@@ -226,7 +226,7 @@ class _Splitting:
         if in_family and not is_cut_by_rows(module):
             vocabulary = tied or isinstance(module, nn.Embedding)
             if not (vocabulary and config.get("distribute_embedding")):
-                return False  # the family's plan says what is split
+                return False  # the family's plan decides on splits
         reason = ""
         if others and not tied:
             reason = "its parameter 'weight' is shared with a module outside of it"
@@ -248,7 +248,7 @@ class _Splitting:
         return not reason
 
     def _not_proven(self, module: nn.Module, by_rows: bool) -> str:
-        """Why a leaf is to be left whole; "": it is PyTorch's, or has proved itself."""
+        """The reason for a leaf to stay whole; "": it is PyTorch's, or has proved itself."""
         if isinstance(module, DistributedModule) or users_class(type(module)) in _leaves:
             return ""
         if id(module) not in self.trials:
@@ -272,7 +272,7 @@ class _Splitting:
             warnings.warn(f"smp: {where}{more} left whole: {reason}", stacklevel=6)
 
     def _shared_outside(self, module: nn.Module) -> str:
-        """Why a module cannot be split alone: the parameter that others own, too; or ""."""
+        """Why not to split a module alone: a parameter shared with others; or ""."""
         inside = set(module.modules())
         for name, parameter in module.named_parameters():
             if not set(self.owners[id(parameter)]) <= inside:
@@ -281,7 +281,7 @@ class _Splitting:
 
 
 def leaf_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class of PyTorch's that a leaf is of, or inherits from; None: it is no leaf."""
+    """The class of PyTorch's behind a leaf; None: no leaf."""
     return next((base for base in type(module).__mro__ if base in _leaves), None)
 
 
@@ -292,10 +292,10 @@ def _split_as(module: nn.Module, by_rows: bool) -> None:
 
 
 def _carry_out(plan: Plan, module: nn.Module, path: str) -> None:
-    """Split a module as the plan says.
+    """Split a module by its plan.
 
     Raises:
-        ValueError: it has fewer heads or channels than there are tp_ranks.
+        ValueError: the module has fewer heads or channels than there are tp_ranks.
     """
     try:
         plan(module, path)
@@ -308,7 +308,7 @@ def _carry_out(plan: Plan, module: nn.Module, path: str) -> None:
 
 
 def _replaced(module: nn.Module, path: str) -> nn.Module | str:
-    """What takes a module's place; or why nothing does.  Collective over the TP_GROUP."""
+    """The replacement of a module; or the reason for none.  Collective over the TP_GROUP."""
     form = None if replacement.registration_of(module) else _wanted_form(module)
     if form:
         return form.replace(module, path)
@@ -324,14 +324,14 @@ def is_cut_by_rows(module: nn.Module) -> bool:
 
 
 def _length_that_is_cut(module: Any, by_rows: bool) -> int:
-    """Of a linear by itself its inputs, of an embedding its dimension; by rows, the rows."""
+    """The length to cut: a linear's inputs, an embedding's dimension; by rows, the rows."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings if by_rows else module.embedding_dim
     return module.out_features if by_rows else module.in_features
 
 
 def family_of(cls: type[nn.Module]) -> str | None:
-    """The module with the plans for a class of transformers, or what inherits from it."""
+    """The module with the plans for a class of transformers, or for a subclass."""
     for base in cls.__mro__:
         if base.__module__.startswith("transformers.models."):
             folder = base.__module__.split(".")[2]  # gpt_neo, for example
@@ -347,7 +347,7 @@ def _named_in_family(cls: type[nn.Module], kind: str) -> dict[str, Any]:
 
 
 def plan_of(cls: type[nn.Module]) -> Plan | None:
-    """The plan for a class, or for the class that it inherits from."""
+    """The plan for a class, or for its base class."""
     plans = _named_in_family(cls, "IN_PLACE")
     return next((plans[b.__name__] for b in cls.__mro__ if b.__name__ in plans), None)
 
@@ -357,7 +357,7 @@ def _is_planned(cls: type[nn.Module]) -> bool:
 
 
 def _why_whole(module: nn.Module) -> str:
-    """Why this rank would leave a module whole that has a plan or is a leaf; ""."""
+    """This rank's reason to leave a module with a plan, or a leaf, whole; ""."""
     cls = type(module)
     if _is_planned(cls):
         return changed.why_whole(module, _named_in_family(cls, "IN_PLACE"), _is_planned)
@@ -366,7 +366,7 @@ def _why_whole(module: nn.Module) -> str:
 
 
 def _watch(module: nn.Module, path: str) -> None:
-    """Have the region in a module that was split look at what is inside."""
+    """Have the region in a split module look at the modules inside."""
     inside = dict(changed.inside(module, _is_planned))
     places = {}
     for inner, one in inside.items():
@@ -380,9 +380,9 @@ def _watch(module: nn.Module, path: str) -> None:
 
 
 def _wanted_form(module: nn.Module) -> Any:
-    """The ``smp.nn.huggingface.forms.Form`` that is to take a module's place, if there is one.
+    """The ``smp.nn.huggingface.forms.Form`` for a module's place, if there is one.
 
-    Of a class of transformers itself: what inherits from it may do something else.
+    Only a class of transformers itself has one: a subclass may act otherwise.
     """
     wanted = (marking.configuration(module) or {}).get("replace")
     cls = users_class(type(module))

@@ -1,4 +1,4 @@
-"""What a script does to modules inside of a region, which has this rank's channels there."""
+"""A script's changes of modules inside of a region, with this rank's channels there."""
 
 import functools
 from collections.abc import Mapping
@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-_INSIDE = "_smp_inside_region"  # in a region's __dict__: whose it is, and `Place`s by path
+_INSIDE = "_smp_inside_region"  # in a region's __dict__: the planned path, and `Place`s by path
 _KINDS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
     "_backward_pre_hooks": "backward pre-hook",
     "_backward_hooks": "backward hook",
 }
-_LIBRARIES = ("torch", "smp", "transformers", "peft")  # whose hooks do not look at channels
+_LIBRARIES = ("torch", "smp", "transformers", "peft")  # their hooks do not look at channels
 
 
 def kind_of(module: nn.Module) -> str:
-    """Of a hook that a script has put on a module; "": there is none."""
+    """The kind of a script's hook on a module; "": none."""
     for table, kind in _KINDS.items():
         hooks: Mapping[int, Any] = module.__dict__[table]
         if hooks and any(map(_is_of_script, hooks.values())):
@@ -33,14 +33,14 @@ def _is_of_script(hook: Any) -> bool:
 
 
 class Place(NamedTuple):
-    """Where a module was when it was split."""
+    """The place of a module at its split."""
 
     parent: nn.Module
     name: str
     module: nn.Module
 
     def is_taken(self) -> bool:
-        """Whether another module, and none around it, is there now."""
+        """Whether another module, and none around this one, has the place now."""
         now = self.parent._modules.get(self.name)
         if now is self.module:
             return False
@@ -48,21 +48,21 @@ class Place(NamedTuple):
 
 
 def watch(region: nn.Module, outer: str, inside: Mapping[str, Place]) -> None:
-    """Have the calls of a region look at what is inside.
+    """Have the calls of a region look at the modules inside.
 
     Args:
-        outer: path of the planned module, at whose ends channels are whole.
-        inside: that, by path.
+        outer: path of the planned module; at its ends channels are whole.
+        inside: places of the modules in it, by path.
     """
     region.__dict__[_INSIDE] = outer, inside
 
 
 def refuse(region: nn.Module) -> None:
-    """In a call of a region.
+    """Refuse changes in a call of a region.
 
     Raises:
         RuntimeError: a module inside has a hook or a ``forward`` of its own now, or another one
-            is in its place; names it.
+            is in its place; the text names the module.
     """
     outer, inside = region.__dict__.get(_INSIDE, ("", {}))
     for path, place in inside.items():

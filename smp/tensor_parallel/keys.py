@@ -1,9 +1,9 @@
-"""Keys by which the core sees that the tp_ranks make the same collective, each for itself.
+"""Keys of collectives: by them the core sees that the tp_ranks make the same one.
 
-Two modules of equal sizes make equal operations: ranks of which one is in the first and one in
-the second would add up slices of two modules.  So every collective of a module says by its key
-(``key`` in csrc/comm/collective/checks/call.h) what it belongs to.  A key is 32 bits: from the
-path of the module and the phase, 22; from the call and the collective in it, 10.
+Two modules of equal sizes make equal operations: ranks in the first and ranks in the second
+would add up slices of two modules.  So every collective of a module sends its key (``key`` in
+csrc/comm/collective/checks/call.h).  A key is 32 bits: from the path of the module and the
+phase, 22; from the call and the collective in it, 10.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ _OF_CALL = 10  # bits
 _OF_MODULE = 32 - _OF_CALL
 _MODULES, _CALLS = 2**_OF_MODULE, 2**_OF_CALL
 
-# Odd, so that what is less than 2**10 apart does not meet.
+# Odd: keys less than 2**10 apart do not meet.
 _A_PHASE = 0x9E377
 _A_COLLECTIVE = 331
 
-_numbers: dict[str, int] = {}  # of paths that were asked for
+_numbers: dict[str, int] = {}  # of paths in use
 
 
 def of_collective(path: str, phase: int, call: int, collective: int) -> int:
@@ -29,8 +29,8 @@ def of_collective(path: str, phase: int, call: int, collective: int) -> int:
     Args:
         path: of the module.
         phase: by its number in ``_core.phases``.
-        call: a number that the call, or the backward of one, has on all tp_ranks.
-        collective: how many the call has made before.
+        call: a number of the call, or of its backward, alike on all tp_ranks.
+        collective: the number of the call's collectives before.
     """
     number = _numbers.get(path)
     if number is None:
@@ -50,7 +50,7 @@ def tell_unlike(error: BaseException) -> bool:
 
 
 def explained(error: BaseException) -> str:
-    """What an error says, with modules in the place of keys."""
+    """An error's text, with modules in the place of keys."""
     said = str(error)
     if not isinstance(error, _core.Error) or not error.keys:
         return said
