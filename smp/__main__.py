@@ -1,7 +1,7 @@
-"""``python -m smp``: what this installation is, and what this machine has for it.
+"""``python -m smp``: this installation, and this machine's means for it.
 
-``python -m smp --test`` also trains a small model on two ranks (`smp.self_test`) and exits
-with 0 only if that works.
+``python -m smp --test`` also trains a small model on two ranks (`smp.self_test`) and exits with
+0 only on success.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def _launchers() -> Iterator[str]:
 
 
 def _mpi_library() -> str:
-    """The MPI that mpi4py loads; MPI itself is not started."""
+    """The MPI loaded by mpi4py; MPI itself is not started."""
     import mpi4py
 
     mpi4py.rc.initialize = False

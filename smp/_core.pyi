@@ -2,33 +2,52 @@
 
 A rank is the core's number of it: pipeline * pp_size + pp_rank in steps, its place in the names
 of a ``Comm`` in collectives.  Seconds are floats, sizes bytes.  A buffer is contiguous, and
-borrowed for the call.  A tensor that is not dense raises BufferError.  Functions that wait for
-other ranks drop the GIL and raise what a signal's handler raises.
+borrowed for the call.  A tensor with gaps raises BufferError.  Functions with a wait for other
+ranks drop the GIL and raise the exceptions of signals' handlers.
 
 Errors of statuses end with the status's name, "[SMP_ERR_TIMED_OUT]".  SMP_ERR_NO_MEMORY is a
-MemoryError, SMP_ERR_INVALID a ValueError; the rest is, from collectives, a
-``torch.distributed.DistBackendError``, from steps a RuntimeError, and a ConnectionError where a
-rank is lost (SMP_ERR_PEER_LOST) or has left (SMP_ERR_UNREACHABLE).
+MemoryError, SMP_ERR_INVALID a ValueError.  The rest is, from collectives, a `GroupError`, from
+steps a RuntimeError.  A rank that is lost (SMP_ERR_PEER_LOST), has left (SMP_ERR_UNREACHABLE,
+SMP_ERR_CLOSED) or cannot be connected is a `PeerError`.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, final, type_check_only
 
 from torch import Tensor, nn
+from torch.distributed import DistBackendError
 from typing_extensions import Buffer
 
 # ---------------------------------------------------------------------------- constants
 
 ANY_SOURCE: int  # of `receive`
-SIZES_UNLIKE: str  # in an error of an all-gather whose members assumed other sizes, alone
-WITH_KEY: str  # in an error, before the eight hexadecimal digits of a key that differs
+WITH_KEY: str  # in an error, before the eight hexadecimal digits of a differing key
 compiler: str  # with its version
 flags: str  # of the compiler
 has_gpu_kernels: bool  # the build has the kernels of tensor parallelism for GPUs
-operations: dict[str, int]  # "all-reduce" -> the number that `Group.work_item` takes
+operations: dict[str, int]  # "all-reduce" -> its number for `Group.work_item`
 phases: tuple[str, ...]  # "forward", "backward", by number
-reductions: dict[str, int]  # "sum" -> the number that `Group.work_item` takes
-transports: tuple[str, ...]  # those that every build has, in the order of preference
+reductions: dict[str, int]  # "sum" -> its number for `Group.work_item`
+transports: tuple[str, ...]  # those of every build, in the order of preference
+
+# ------------------------------------------------------------------------------ errors
+
+class Error(Exception):
+    """An error of the core, with more than its text; raised as one of the classes below."""
+
+    status: str  # "SMP_ERR_MISMATCH"; "" where there is none
+    keys: tuple[int, ...]  # of the two calls of SMP_ERR_MISMATCH, where these have other ones
+
+class GroupError(Error, DistBackendError):
+    """An error of collectives.
+
+    SMP_ERR_MISMATCH: the members called other operations.  SMP_ERR_SIZES: all gathered with
+    assumed sizes, and assumed other ones.  The group goes on after both, and has ended after
+    others.
+    """
+
+class PeerError(Error, ConnectionError):
+    """An error of steps, and of messages to other ranks outside of groups."""
 
 # ----------------------------------------------------------------- the session of a rank
 
@@ -51,17 +70,17 @@ def open(
     """Prepare the session: the comm, the server, the watchdog.  This rank's address card.
 
     rank, size: of all pipelines.  pool_bytes: 0: a quarter of the machine's memory.  spin_us:
-    how long a wait spins; -1: the core decides.  transports: "shm,tcp", None: all.  job: the
-    secret that the ranks share.  report_s, end_s: the watchdog's limits, 0: none.  names: what
-    messages call the ranks, by rank.  in_sequence: all replicas run in one order.
+    the spinning of a wait; -1: the core decides.  transports: "shm,tcp", None: all.  job: the
+    ranks' common secret.  report_s, end_s: the watchdog's limits, 0: none.  names: of the ranks
+    in messages, by rank.  in_sequence: all replicas run in one order.
 
     RuntimeError: the session is open.  ValueError, MemoryError, RuntimeError: a status.
     """
 
 def connect(cards: list[bytes], timeout_ms: int, /) -> None:
-    """Connect to all ranks, whose cards are by rank.  Collective.
+    """Connect to all ranks; their cards are by rank.  Collective.
 
-    ConnectionError names the rank that is not reached.  ValueError: not a card for each.
+    ConnectionError names the rank out of reach.  ValueError: not a card for each.
     """
 
 def close() -> None:
@@ -76,19 +95,20 @@ def configure(**objects: Any) -> None:
 def set_entries(
     entries: list[tuple[Callable[..., Any], nn.Module | None, str, int]], /
 ) -> None:
-    """What other ranks can call, by number: (callable, module or None, path, owner)."""
+    """The targets of other ranks' calls, by number: (callable, module or None, path, owner)."""
 
 def set_names(
     modules: list[Any], parameters: list[Any], owners: list[Any], paths: list[Any], /
 ) -> None:
-    """What the codec sends by number: modules and parameters, of these the owner's pp_rank and
-    the path.  Alike on all ranks."""
+    """The things sent by number: modules and parameters, of these the owner's pp_rank and path.
+    Alike on all ranks.
+    """
 
 def signal_fd() -> int:
     """The descriptor for ``signal.set_wakeup_fd`` during steps."""
 
 def forward_signals(fd: int, /) -> None:
-    """Have what comes to `signal_fd` go on to ``fd``; -1: nowhere."""
+    """Have the bytes written to `signal_fd` go on to ``fd``; -1: nowhere."""
 
 def expect_in_pool(bytes: int, /) -> None:
     """So many bytes of the own pool will be in use at a time."""
@@ -97,14 +117,14 @@ def expect_in_pool(bytes: int, /) -> None:
 class _Counters(TypedDict):
     messages: int  # sent
     bytes: int  # ... of them
-    pool_blocks: int  # tensors that were in the pool
-    pool_fallbacks: int  # ... that did not fit
+    pool_blocks: int  # tensors placed in the pool
+    pool_fallbacks: int  # ... without room there
     pool_in_use: int  # bytes now,
     pool_high: int  # ... at most so far,
-    pool_made: int  # ... that the system has given,
+    pool_made: int  # ... given by the system,
     pool_size: int  # ... at most
-    left: int  # ranks that have left
-    lost: int  # the rank that is lost; -1
+    left: int  # ranks gone in order
+    lost: int  # the lost rank; -1
     device_tensors: int
     device_bytes: int
     device_fallbacks: int
@@ -114,13 +134,13 @@ class _Counters(TypedDict):
     device_why: str  # why there is no device pool, or ""
 
 def counters() -> _Counters:
-    """What the session's comm has done so far; an empty dict where none is open."""
+    """The work of the session's comm so far; an empty dict where none is open."""
 
 def peers() -> list[tuple[str | None, int, int]]:
     """By rank: the transport's name (None: this rank), messages and bytes sent."""
 
 def mix(a: int, b: int, /) -> int:
-    """A number of 64 bits from two: how seeds and numbers of calls are derived."""
+    """A number of 64 bits from two, as for seeds and numbers of calls."""
 
 # ------------------------------------------------------------------------------- steps
 
@@ -136,32 +156,33 @@ def step(
     described: bytes,
     /,
 ) -> tuple[bool, Any]:
-    """Run a step: whether it went well, and what pp_rank 0 sent at its end (None there), or the
-    description of the failure that `configure`'s ``describe_error`` made.
+    """Run a step: whether it went well, and pp_rank 0's value at its end (None there).  After a
+    failure, the value is its description by `configure`'s ``describe_error``.
 
-    kind: 0 simple, 1 interleaved, 2 as ``turns`` (microbatch, phase) say; -1: serve pp_rank 0.
+    kind: 0 simple, 1 interleaved, 2 as in ``turns`` (microbatch, phase); -1: serve pp_rank 0.
     active: microbatches at a time.  trains: a byte for each entry.  run_root: called for each
-    microbatch, on a worker's thread.  described: what all ranks must have alike.
+    microbatch, on a worker's thread.  described: to be alike on all ranks.
 
     ConnectionError: a rank is lost, or has left.  RuntimeError: a deadlock, or the ranks do not
-    make the same calls.  KeyboardInterrupt and what else signals raise.
+    make the same calls.  KeyboardInterrupt and other exceptions of signals.
     """
 
 def send_end(value: object, /) -> None:
     """The other ranks' steps return it."""
 
 def send_abort(value: object, /) -> None:
-    """The other ranks' steps fail with it: the one under way; where that ended well the next
-    one, which this rank then leaves out."""
+    """The other ranks' steps fail with it: the one under way.  Where that ended well, the next
+    one fails, and this rank leaves it out.
+    """
 
 def skip_step(value: object, /) -> None:
-    """The step that is about to begin fails on every rank, with ``value``."""
+    """The next step fails on every rank, with ``value``."""
 
 def ended_well() -> bool:
-    """Whether the last step that began is over, and well, on every rank."""
+    """Whether the last step begun is over, and well, on every rank."""
 
 def raise_signal() -> None:
-    """Raise what a signal's handler raised while the last step ended, if one did."""
+    """Raise the exception of a signal's handler from the end of the last step, if any."""
 
 def check_schedule(microbatches: int, turns: list[tuple[int, int]], /) -> None:
     """ValueError: the turns are not a forward and then a backward of each microbatch."""
@@ -179,11 +200,12 @@ def in_backward() -> bool:
     """Whether this thread's task runs a backward, or for one."""
 
 def set_gates(expected: Buffer | None, /) -> None:
-    """int32, by gate: how often a microbatch passes it, 0 where not known; None: no gates."""
+    """int32, by gate: the number of a microbatch's passes, 0: unknown; None: no gates."""
 
 def await_turn(gate: int, /) -> bool:
-    """Wait until earlier microbatches have left the gate.  Whether this one must say that it
-    `left`: not outside a step, and not in a backward."""
+    """Wait until earlier microbatches have left the gate.  Whether this microbatch must call
+    `left`: not outside a step, and not in a backward.
+    """
 
 def left(gate: int, /) -> None:
     """This thread's microbatch has left the gate."""
@@ -201,9 +223,9 @@ def timeline() -> list[tuple[int, int, int, int, int, int]]:
 # --------------------------------------------------------------- calls of remote modules
 
 def module_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """``__call__`` of a module that another rank owns; binds like a method.
+    """``__call__`` of a module on another rank; binds like a method.
 
-    RuntimeError: outside a step, or its DistributedModel is gone; what the module raised.
+    RuntimeError: outside a step, or its DistributedModel is gone; or the module's own.
     """
 
 def call_remote(
@@ -215,12 +237,13 @@ def call_remote(
     /,
 ) -> Any:
     """The call without the caller's hooks; bare: without the owner's, too; inputs, and both: as
-    ``smp.modules.hooks.serve_hooked`` says."""
+    in ``smp.modules.hooks.serve_hooked``.
+    """
 
 def call_entry(number: int, args: tuple[Any, ...], /) -> Any:
     """Call a run of ``nn.Sequential`` children by its entry's number."""
 
-# The nodes of `smp.execution.autograd`, whose drawings are in ``csrc/python/modules``.
+# The nodes of `smp.execution.autograd`, drawn in ``csrc/python/modules``.
 def send_forward(ctx: Any, call: Any, leaf: Tensor, *tensors: Tensor) -> Tensor: ...
 def send_backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]: ...
 def recv_forward(ctx: Any, call: Any, token: Tensor) -> tuple[Tensor, ...]: ...
@@ -237,8 +260,9 @@ def gradients_setup(
     mix_layouts: Callable[[Tensor, Tensor], Tensor],
     /,
 ) -> None:
-    """The parameters whose gradients wait in the ledger.  first, uses: int32, as
-    ``smp_ledger_create()`` takes them.  mix_layouts: the sum of a dense and a sparse tensor."""
+    """The parameters with gradients in the ledger.  first, uses: int32, as in
+    ``smp_ledger_create()``.  mix_layouts: the sum of a dense and a sparse tensor.
+    """
 
 def gradients_begin(
     microbatches: int, backwards: int, on_complete: Callable[[int], None] | None, /
@@ -247,26 +271,26 @@ def gradients_begin(
     parameter's number when its gradient is complete."""
 
 def gradients_end(failed: bool, /) -> None:
-    """Put every ``.grad`` back; after a failure those that were None are None again."""
+    """Put every ``.grad`` back; after a failure, None where it was None."""
 
 def gradients_leave_out() -> None:
-    """Some gradients of the step may be zeros of what no loss uses."""
+    """Some gradients of the step may be zeros, from outputs without use in a loss."""
 
 def gradients_leaves_out() -> bool:
-    """Whether that was said here, or on a rank that sent some."""
+    """Whether `gradients_leave_out` was called here, or on a rank that sent gradients."""
 
 def gradients_taken() -> list[Tensor]:
-    """Gradients and terms of this step that no ``.grad`` has."""
+    """Gradients and terms of this step outside of all ``.grad``."""
 
 def gradients_held() -> int:
-    """Terms that wait for their turn."""
+    """Terms awaiting their turn."""
 
 # ----------------------------------------------------- collectives of modules in a step
 
 @type_check_only
 @final
 class _Collective:
-    """A collective whose turn it is."""
+    """A collective at its turn."""
 
     def __call__(self, *future: Any) -> None:
         """It is over.  Any thread, at any time."""
@@ -278,8 +302,8 @@ class _Collective:
         """Wait until it is over, while other tasks run."""
 
 def distributed_call(path: str, /) -> tuple[int, int, int, int] | None:
-    """A call of the module by this thread's task: its number, microbatch, phase, and which call
-    of the module by the task; None: there is no step, or one without a server.
+    """A call of the module by this thread's task: its number, microbatch, phase, and the count
+    of the task's calls of the module; None: there is no step, or one without a server.
 
     RuntimeError: by a thread of the script during a step.
     """
@@ -291,15 +315,18 @@ def line_up(
     do not make the same calls, or the call runs outside its step."""
 
 def collectives_ended(timeout_s: float, /) -> tuple[int, int, int] | None:
-    """After a step that failed: how many collectives this rank has issued, and the fewest and
-    the most of a rank of its pp_rank; None: not known within the time."""
+    """After a failed step: the number of collectives issued by this rank, and the fewest and
+    the most of a rank of its pp_rank; None: unknown within the time.
+    """
 
 def ended_in_order() -> tuple[bool, bool]:
-    """Whether this rank had done its part of the last step before that failed; whether all of
-    its pp_rank had, as far as `collectives_ended` knows."""
+    """Whether this rank had done its part of the last step before the failure.
+
+    Also whether all of its pp_rank had, as far as known to `collectives_ended`.
+    """
 
 def hear_failure(timeout_s: float, /) -> None:
-    """Wait for word of a failure of the step, in which ranks called other operations."""
+    """Wait for word of a failure of the step, after different operations on the ranks."""
 
 # ------------------------------------------------------------------------ the watchdog
 
@@ -307,20 +334,21 @@ def watch(name: str, report_s: float, end_s: float, /) -> None:
     """Watch a rank without a session, until `unwatch`.  Limits in seconds, 0: none."""
 
 def unwatch() -> None:
-    """End what `watch` began, if it did."""
+    """End the watch of `watch`, if any."""
 
 def place(call: str | None, /) -> None:
     """The script waits for other ranks in the call; None: not any more."""
 
 def place_of_step(text: str | None, /) -> None:
-    """Where the script is when it waits in no call; None: nowhere."""
+    """The place of the script outside of such calls; None: nowhere."""
 
 def moved() -> None:
     """This rank goes on, where it was."""
 
 def standing() -> tuple[float, str] | None:
-    """Seconds without a move, and what this rank does and waits for in lines; None: it is in no
-    step and no call."""
+    """Seconds without a move, and this rank's work and waits in lines; None: in no step and no
+    call.
+    """
 
 def hear_of(lines: str, /) -> None:
     """Where other ranks stand, for the next reports."""
@@ -329,7 +357,7 @@ def hear_of(lines: str, /) -> None:
 
 @final
 class Comm:
-    """One rank's end of a set of ranks that do collectives; errors call rank r names[r].
+    """One rank's end of a set of ranks for collectives; errors call rank r names[r].
 
     Once closed, RuntimeError.
     """
@@ -348,7 +376,7 @@ class Comm:
         """How other ranks reach this one."""
 
     def connect(self, cards: list[bytes], timeout_ms: int, /) -> None:
-        """Connect to all ranks, whose cards are by rank.  Collective."""
+        """Connect to all ranks; their cards are by rank.  Collective."""
 
     def transport(self, rank: int, /) -> str | None:
         """The name of the transport to that rank; None: this one."""
@@ -357,7 +385,7 @@ class Comm:
         """By rank: the transport's name (None: this rank), messages and bytes sent."""
 
     def pool(self) -> tuple[int, int, int, int]:
-        """Bytes at most, the most in use so far, blocks from it, blocks that did not fit."""
+        """The most bytes, the most in use so far, blocks from the pool, blocks without room."""
 
     def allocate(self, bytes: int, /) -> Tensor:
         """A uint8 tensor of so many bytes in this rank's pool, where there is room."""
@@ -366,10 +394,10 @@ class Comm:
         """Wait for the next work item that is over; its owner.  None: closing, or closed."""
 
     def report_after(self, seconds: float, /) -> None:
-        """Have operations that wait so long for ranks say so on stderr; 0: none does."""
+        """Have an operation with so long a wait for ranks report on stderr; 0: none does."""
 
     def waits(self) -> str:
-        """What operations have waited for, for a while now: lines."""
+        """The long waits of operations: lines."""
 
     def stop(self) -> None:
         """Let `finished` come to its end."""
@@ -379,10 +407,10 @@ class Comm:
 
 @final
 class Group:
-    """Ranks of a comm that do collectives together.  Making one is collective over them.
+    """Ranks of a comm, together for collectives.  Making one is collective over them.
 
-    id: 64 bits, not 0, unlike that of any other group that one of them is in.  Once closed,
-    DistBackendError, and of what only tells: nothing, 0, False.
+    id: 64 bits, not 0, unlike any other group's of its ranks.  Once closed, methods raise
+    GroupError; mere questions give nothing, 0 or False.
     """
 
     def __new__(
@@ -434,7 +462,7 @@ class Group:
         key: int = 0,
         /,
     ) -> None:
-        """Make such a work item and wait until it is over; raise what went wrong."""
+        """Make such a work item and wait for its end; raise its error."""
 
     def gather(
         self,
@@ -452,7 +480,8 @@ class Group:
         self, ins: Sequence[Tensor], outs: Sequence[Tensor], timeout_s: float, bytes: int, /
     ) -> str:
         """Before the first `gather`, of these tensors: prepare all members' devices, with so
-        many bytes of each.  Why not, or "".  Collective."""
+        many bytes of each.  The reason against, or "".  Collective.
+        """
 
     def sequence(self) -> int:
         """How many operations have begun."""
@@ -461,21 +490,22 @@ class Group:
         """How many work items were issued, whether they have begun or wait behind others."""
 
     def rename(self, name: str, /) -> None:
-        """What errors call it from now on; without effect after its first operation."""
+        """Change its name in errors; without effect after its first operation."""
 
     def is_on_one_host(self) -> bool:
         """Whether all members share memory."""
 
     def use(self) -> tuple[int, int, int, int, bool, int, int, str]:
         """Operations, their bytes, messages and bytes to other hosts, whether members read each
-        other's memory, operations between devices, their bytes, why there are none."""
+        other's memory.  Then operations between devices, their bytes, and the reason for none.
+        """
 
     def close(self) -> None:
-        """Leave the group; what is under way is over, with an error."""
+        """Leave the group; operations under way end with an error."""
 
 @final
 class WorkItem:
-    """Calls of a group that are over together."""
+    """Calls of a group, over together."""
 
     def issue(self, owner: Any, /) -> None:
         """Begin; `Comm.finished` gives the owner when it is over."""
@@ -484,7 +514,7 @@ class WorkItem:
         """Whether it is over by then; 0: no limit."""
 
     def describe(self) -> str | None:
-        """What it waits for, in words; None: it is over, or nobody knows."""
+        """Its wait, in words; None: it is over, or its wait is unknown."""
 
     def is_over(self) -> bool:
         """Whether it is over."""
@@ -493,7 +523,7 @@ class WorkItem:
         """Whether it is over, and the device has done it."""
 
     def check(self) -> None:
-        """Raise what went wrong; it is over."""
+        """Raise its error; it is over."""
 
     def join(self) -> None:
         """Have the current stream wait for the device; it is over."""
@@ -509,16 +539,16 @@ class Receipt:
         """Whether it is over after all; else nothing comes any more."""
 
     def describe(self) -> str:
-        """The group, the tag and the rank that it is from, in words."""
+        """The group, the tag and the sender, in words."""
 
     def is_over(self) -> bool:
         """Whether it is over."""
 
     def check(self) -> None:
-        """Raise what went wrong; it is over."""
+        """Raise its error; it is over."""
 
     def source(self) -> int:
-        """The rank that sent it; it is over."""
+        """The sender; it is over."""
 
 def send(group: Group, rank: int, tag: int, tensor: Tensor, /) -> None:
     """Send a copy of the tensor; does not wait for the receiver."""
@@ -532,35 +562,38 @@ def register_transport(capsule: object, /) -> None:
     """Sessions opened from now on may use this transport (``smp._mpi.transport``)."""
 
 def load_ucx(path: str | None, /) -> str:
-    """Load libucp.so.0: its version.  path: where a package has it, looked at last.
+    """Load libucp.so.0: its version.  path: a package's, looked at last.
 
-    OSError says why it cannot be used.
+    OSError gives the reason against its use.
     """
 
 def addresses(interface: str | None, /) -> list[str]:
-    """This host's addresses that ``comm_interface`` may name, "eth0 10.0.0.7/24"; None: all."""
+    """This host's addresses for ``comm_interface``, "eth0 10.0.0.7/24"; None: all."""
 
 def someone_died() -> bool:
-    """Whether a rank died that this process was connected to, also in a job that it left."""
+    """Whether a rank with a connection to this process has died, also in a job left by this
+    one.
+    """
 
 def log(text: str, /) -> None:
     """Write a line on stderr where SMP_LOG is info."""
 
 def log_rank(rank: int, /) -> None:
-    """Whose lines these are."""
+    """The rank in these lines."""
 
 def take_warning() -> str | None:
-    """What the core has to warn the script of, once; None: nothing."""
+    """A warning of the core for the script, once; None: nothing."""
 
 def share_heap() -> None:
-    """Have all threads that begin to allocate from here on share one heap, which keeps its
-    pages."""
+    """Have all threads with their first allocation from here on share one heap, and keep its
+    pages.
+    """
 
 def trim_heap() -> None:
-    """Give the system back the pages of the heap that hold nothing."""
+    """Give the system back the empty pages of the heap."""
 
 def pack(value: object, /) -> bytes:
-    """What the codec makes of a value, tensors too."""
+    """The codec's bytes of a value, tensors too."""
 
 def unpack(bytes: Buffer, /) -> Any:
     """The value of `pack`.  ValueError: not such bytes."""
@@ -568,7 +601,7 @@ def unpack(bytes: Buffer, /) -> Any:
 # ------------------------------------------------------------------------ the partition
 
 class PartitionConflict(ValueError):
-    """Two modules that share a parameter are pinned to different devices: their numbers."""
+    """Two modules with a common parameter are pinned to different devices: their numbers."""
 
 def partition(
     devices: int,
@@ -586,7 +619,7 @@ def partition(
     chain: Buffer | None = None,
     pin: Buffer | None = None,
 ) -> tuple[bytes, bytes, bytes, bytes]:
-    """Which device each module sits on; see ``csrc/partition/partition.h``.
+    """The device of each module; see ``csrc/partition/partition.h``.
 
     Buffers: int32 for indices and pins, int64 for bytes and positions, float64 for seconds,
     int8 for chain.  device and node (int32 by module), own_cost (float64 by module), cost
@@ -611,7 +644,7 @@ _Mask = tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]  # with elements, s
 # ValueError: another number of elements, or another device.
 
 def tp_gpu_open(tensor: Tensor, /) -> str | None:
-    """Why kernels do not run where the tensor is; None: they do."""
+    """The reason for kernels not to run on the tensor's device; None: they do."""
 
 def tp_residual(
     rows: int,
@@ -684,8 +717,9 @@ def tp_softmax(
     out: Tensor | None,
     /,
 ) -> None:
-    """probabilities = softmax(scores * scale + mask) over the keys that a row sees;
-    out = dropout(probabilities).  All [rows, keys]."""
+    """probabilities = softmax(scores * scale + mask) over the keys seen by a row; out =
+    dropout(probabilities).  All [rows, keys].
+    """
 
 def tp_softmax_backward(
     rows: int,
@@ -712,9 +746,10 @@ def tp_cross_entropy(
     all: Tensor | None,
     /,
 ) -> int | None:
-    """One rank's statistics of its columns, of which where = (id of the first, vocabulary,
-    ignored target).  The first row whose target is neither an id nor ignored, or ``rows``; on a
-    GPU None: there the targets are the caller's to check."""
+    """One rank's statistics of its columns; where = (id of the first, vocabulary, ignored
+    target).  The first row with a target neither an id nor ignored, or ``rows``.  On a GPU
+    None: the caller checks the targets there.
+    """
 
 def tp_cross_entropy_backward(
     rows: int,
@@ -750,4 +785,5 @@ def tp_scatter(
     /,
 ) -> None:
     """grad_table: the sums of grad's rows by id, in their order; host memory only.  padding: an
-    id that gets no gradient; -1: none."""
+    id without a gradient; -1: none.
+    """

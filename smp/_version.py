@@ -1,3 +1,3 @@
-"""The project's own version; `smdistributed.modelparallel` has that of the interface."""
+"""The project's own version; `smdistributed.modelparallel` has the interface's."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,6 +1,6 @@
-"""``smp.amp.GradScaler``: loss scaling in which all ranks of a model agree.
+"""``smp.amp.GradScaler``: loss scaling, agreed on by all ranks of a model.
 
-``torch.amp.GradScaler`` does the same for the parameters of a model that several ranks have.
+``torch.amp.GradScaler`` does the same for the parameters of a model of several ranks.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from smp.tensor_parallel.norms import shared_parameters
 class GradScaler(torch.amp.GradScaler):
     """torch's, with one answer to "did a gradient overflow?" for the MP_GROUP.
 
-    A rank sees the gradients of its own modules only; a step is skipped, and the scale
-    lowered, on all ranks of the MP_GROUP when one of them found an infinity.  So
-    `unscale_` and `step` are collective over it.
+    A rank sees the gradients of its own modules only.  When one rank found an infinity, all
+    ranks of the MP_GROUP skip the step and lower the scale.  So `unscale_` and `step` are
+    collective over the MP_GROUP.
 
     Args:
-        device: ``"cuda"``, ``"cpu"``; the accelerator that there is where None.
+        device: ``"cuda"``, ``"cpu"``; None: the machine's accelerator.
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
     """
 
@@ -49,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        # Only the rank that runs the step function has called scale().
+        # Only the rank of the step function has called scale().
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
@@ -68,7 +68,7 @@ class GradScaler(torch.amp.GradScaler):
 def _agreed(
     found: dict[torch.device, torch.Tensor], found_inf: torch.Tensor
 ) -> dict[torch.device, torch.Tensor]:
-    """The answer of all ranks, for each device of this one that found something."""
+    """The answer of all ranks, for each device of this one with gradients."""
     for tensor in found.values():
         torch.maximum(found_inf, tensor.to(found_inf.device), out=found_inf)
     agree(found_inf)
@@ -90,7 +90,7 @@ def agree_from_now() -> Callable[[], None]:
 
     def _check_scale_growth_tracker(self: Any, funcname: str) -> Any:
         if self._scale is None and shared_parameters():
-            # The rank that runs the step function has called scale().
+            # The rank of the step function has called scale().
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return plain["_check_scale_growth_tracker"](self, funcname)
 

@@ -19,7 +19,7 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot act on a part of the parameters.
 
     Raises:
-        NotImplementedError: it looks at all of them as one vector.
+        NotImplementedError: the optimizer looks at all of them as one vector.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NotImplementedError(
@@ -28,7 +28,8 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-# By class name, in small letters: what takes norms of each parameter, or its rows and columns.
+# By class name, in small letters: optimizers with norms of each parameter, or of its rows and
+# columns.
 _BY_TENSOR = {
     "adafactor", "cpulamb", "fusedlamb", "fusednovograd", "lamb", "larc", "lars", "muon",
     "novograd", "nvnovograd", "onebitlamb", "shampoo", "soap",
@@ -44,8 +45,8 @@ def _refuse_norms_of_slices(
         groups: of its parameters.
 
     Raises:
-        NotImplementedError: it takes norms, or rows and columns, of each parameter, or has
-            made other steps with slices than with the whole.
+        NotImplementedError: the optimizer takes norms, or rows and columns, of each parameter,
+            or has made other steps with slices than with the whole.
     """
     if group.size() == 1:
         return  # a slice is the whole
@@ -73,10 +74,10 @@ def _refuse_norms_of_slices(
 
 
 def _cut_state(optimizer: torch.optim.Optimizer) -> None:
-    """Cut state that was made before the parameters were, like them.
+    """Cut state from before the cut of the parameters, as these are cut.
 
-    The values are tp_rank 0's, as those of the parameters are.  Collective over the TP_GROUP
-    if this rank has slices.
+    The values are tp_rank 0's, as those of the parameters are.  Collective over the TP_GROUP if
+    this rank has slices.
     """
     for members in optimizer.param_groups:
         for parameter in members["params"]:
@@ -99,14 +100,14 @@ def _name_of(parameter: torch.Tensor) -> str:
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer; attributes that it does not know are the optimizer's own.
+    """Wraps an optimizer; attributes unknown here are the optimizer's own.
 
     Parameters of other ranks never get a gradient here, so the wrapped optimizer acts on
     the local ones, and keeps state for these alone.
 
     Args:
-        optimizer: any ``torch.optim.Optimizer``, made before or after the model was wrapped; of
-            a model in which distributed modules take the place of others, after.
+        optimizer: any ``torch.optim.Optimizer``, made before or after the model was wrapped;
+            after, if distributed modules replace some of the model's.
         static_loss_scale, dynamic_loss_scale, dynamic_loss_args: of no effect: half precision
             by the library is not built.
 
@@ -116,8 +117,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         redefined_params: whether its parameters are others than the module's: no.
 
     Raises:
-        NotImplementedError: LBFGS in a pipeline, or an optimizer that takes norms of whole
-            parameters, or updates slices otherwise, where this rank has slices of them.
+        NotImplementedError: LBFGS in a pipeline; or an optimizer with norms of whole
+            parameters, or with another update of slices, where this rank has slices.
     """
 
     optimizer: Any
@@ -161,7 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             closure: given to the wrapped optimizer, if there is one.
 
         Returns:
-            what the wrapped optimizer returns.
+            the wrapped optimizer's result.
         """
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
@@ -175,14 +176,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by: the wrapped optimizer's, or 1."""
+        """The factor of the loss: the wrapped optimizer's, or 1."""
         return getattr(self.optimizer, "loss_scale", 1.0)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Any:
-        """Clip the gradients that the update is made of, by the norm over the whole model.
+        """Clip the gradients of the update, by the norm over the whole model.
 
         Those of the master weights where the wrapped optimizer has them; else the local
-        parameters', which is collective over the MP_GROUP.
+        parameters', collective over the MP_GROUP.
 
         Args:
             max_norm: of all gradients of the model together.
@@ -220,7 +221,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         MP_GROUP after the partition.
 
         Raises:
-            NotImplementedError: what is one parameter there is in different groups here.
+            NotImplementedError: one parameter of the plain model is in different groups here.
         """
         return optimizer_state.full_state_dict(self)
 
@@ -234,7 +235,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return optimizer_state.local_state_dict(self)
 
     def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict:
-        """What `local_state_dict` gives; an older name of the original.
+        """The result of `local_state_dict`; an older name of the original.
 
         Args:
             gather_if_shard: as there.
@@ -242,7 +243,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.local_state_dict(gather_if_shard)
 
     def load_optimizer_backcompat(self, state_dict: dict) -> None:
-        """What `load_state_dict` does; an older name of the original.
+        """Call `load_state_dict`; an older name of the original.
 
         Args:
             state_dict: as there.
@@ -259,9 +260,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Before the partition the groups are loaded at once and the state waits for it.
 
         Args:
-            state_dict: that of any plain optimizer of the plain model, or what
-                `local_state_dict` gave on this rank; partial where its key
-                ``_smp_is_partial`` is True.
+            state_dict: that of any plain optimizer of the plain model, or this rank's of
+                `local_state_dict`; partial where its key ``_smp_is_partial`` is True.
 
         Raises:
             ValueError: groups of other sizes, or slices of another tp_rank or

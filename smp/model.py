@@ -25,6 +25,7 @@ from smp.modules import (
     forward_attributes,
     homes,
     inner_module,
+    late_hooks,
     late_modules,
     microbatch_attributes,
     remote_modules,
@@ -62,32 +63,32 @@ if TYPE_CHECKING:
 
 
 class DistributedModel(nn.Module):
-    """Wraps a module so that its parts run on the ranks of the PP_GROUP.
+    """Wraps a module, to run its parts on the ranks of the PP_GROUP.
 
     It shares the module's parameters, buffers and children, so names are those of the
     wrapped module.  The partition is made in the first step.
 
-    What it keeps for itself begins with ``_smp_``: an attribute of the wrapped module may
-    have any other name.
+    The names of the wrapper's own attributes begin with ``_smp_``: an attribute of the wrapped
+    module may have any other name.
 
     Args:
         module: the model; all ranks build the same one.
-        trace_device: ``"gpu"`` (the CPU where there is none) or ``"cpu"``: where the model runs
-            once so that the partition can be decided.
-        trace_execution_times: measure the modules' times in a second such run; they are then
-            the computation that ``memory_weight`` weighs memory against.
-        trace_memory_usage: measure what autograd keeps for each module; that is then the
-            memory of its activations, and stands in the partition report.
+        trace_device: ``"gpu"`` (the CPU where there is none) or ``"cpu"``: the device of the
+            model's run before the decision on the partition.
+        trace_execution_times: measure the modules' times in a second such run;
+            ``memory_weight`` then weighs memory against these times.
+        trace_memory_usage: measure the memory kept by autograd for each module: the memory of
+            its activations, shown in the partition report.
         overlapping_allreduce: average gradients over the replicas while backward still runs.
-        backward_passes_per_step: only each so many-th step is followed by the average, which
-            is of the sum of their gradients.
+        backward_passes_per_step: only each so many-th step is followed by the average, of the
+            sum of their gradients.
         average_grads_across_microbatches: a microbatch counts by its share of the samples;
             False: its gradients are added as they are.
-        bucket_cap_mb: MiB of gradients that the replicas exchange in one message.
+        bucket_cap_mb: MiB of gradients in one message between the replicas.
         broadcast_buffers: a step begins with the buffers of dp_rank 0.
         gradient_as_bucket_view: ``.grad`` is part of a message's memory, so there is no copy of
             gradients; they are then averaged after backward.
-        find_unused_parameters: no effect: parameters that are not used are always found.
+        find_unused_parameters: no effect: unused parameters are always found.
 
     Raises:
         TypeError: the module is none, or is wrapped already.
@@ -134,7 +135,7 @@ class DistributedModel(nn.Module):
         self._smp_average_grads = average_grads_across_microbatches
         self._smp_decision: Partition | None = None
         self._smp_owners: dict[str, int] = {}
-        # Buffers that modules change, of any rank: the module's path -> their names.
+        # Buffers changed by modules, of any rank: the module's path -> their names.
         self._smp_changing: dict[str, tuple[str, ...]] = {}
         self._smp_post_partition_hooks: OrderedDict[int, Callable] = OrderedDict()
         self._smp_post_step_hooks: OrderedDict[int, Callable] = OrderedDict()
@@ -142,7 +143,7 @@ class DistributedModel(nn.Module):
         self._smp_runtime.add_model(self)
         self._smp_entries: list[remote_modules.Entry] = []
         self._smp_runs: remote_modules.Runs = {}
-        # Modules on this rank whose forward changes their buffers.
+        # Modules on this rank with a forward that changes their buffers.
         self._smp_stateful: list[nn.Module] = []
         self._smp_deferred_loads: list[tuple] = []
         rt = self._smp_runtime
@@ -152,7 +153,7 @@ class DistributedModel(nn.Module):
             delayed_init.materialize(module, lambda name: True, lambda path: True)
             if rt.home is not None:
                 homes.move(module, rt.home)
-        # What became of the modules that tensor parallelism was to split.
+        # The outcomes of tensor parallelism's splits of modules.
         self._smp_split: list[in_place.Outcome] = []
         self._smp_counterparts: Counterparts | None = None
         if group.size() > 1 or marking.is_marked(module):
@@ -188,7 +189,7 @@ class DistributedModel(nn.Module):
         if module is not self._smp_module:
             self._smp_wrap(module)
         if group.size() == 1:
-            return  # what took modules' places has all of each parameter
+            return  # the modules in others' places have all of each parameter
         if not self._smp_split and not any(map(slices_of, self._smp_module.parameters())):
             warnings.warn(
                 f"smp: tensor_parallel_degree is {group.size()} and no module of the model is "
@@ -265,7 +266,7 @@ class DistributedModel(nn.Module):
             random_streams.share()
         with chain.opened():
             out = self._smp_module(*args, **kwargs)
-            return microbatches.map_tensors(out, partial(chain.hang, token=chain.joined()))
+            return microbatches.map_tensors(out, partial(chain.hang, behind=chain.tokens()))
 
     @not_traced("the backward of a model that smp distributes")
     def backward(self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None) -> None:
@@ -327,13 +328,13 @@ class DistributedModel(nn.Module):
     ) -> AbstractContextManager[None]:
         """Replicas may have different numbers of batches in the block.
 
-        One that leaves it keeps the others company until all have, and then gets the
-        parameters and buffers of one that had inputs to the end.  Without a step, one
+        A replica that leaves the block keeps the others company until all have left.  Then it
+        gets the parameters and buffers of one with inputs to the end.  Without a step, one
         forward goes with one backward.
 
         Args:
-            divide_by_initial_world_size: averages are over all replicas, not only those
-                that still have inputs.
+            divide_by_initial_world_size: averages are over all replicas, not only those with
+                inputs left.
             enable: False: the block does nothing.
             throw_on_early_termination: raise on every rank when one leaves the block
                 before the others.
@@ -352,13 +353,13 @@ class DistributedModel(nn.Module):
 
         Args:
             state: given to each call.
-            callable: gets a bucket like ``torch.distributed.GradBucket`` and returns a
-                future of the averaged buffer (it divides by itself).  What it raises on
-                one replica fails the step on all ranks of its DP_GROUP, if the others' hooks
-                wait for a sum of their buffers; other collectives are not completed.
+            callable: gets a bucket like ``torch.distributed.GradBucket`` and returns a future
+                of the averaged buffer (it divides by itself).  An exception on one replica
+                fails the step on all ranks of its DP_GROUP, if the others' hooks wait for a sum
+                of their buffers.  Other collectives are not completed.
 
         Raises:
-            RuntimeError: there is one already.
+            RuntimeError: a hook is registered already.
         """
         if self._smp_data_parallel is not None:
             self._smp_data_parallel.register_comm_hook(state, callable)
@@ -374,7 +375,7 @@ class DistributedModel(nn.Module):
             target: its path, as in ``named_modules()`` of the wrapped module.
 
         Raises:
-            AttributeError: there is none.
+            AttributeError: no such module.
         """
         return self._smp_module.get_submodule(target)
 
@@ -385,7 +386,7 @@ class DistributedModel(nn.Module):
             target: its name, as in ``named_parameters()`` of the wrapped module.
 
         Raises:
-            AttributeError: there is none.
+            AttributeError: no such parameter.
         """
         return self._smp_module.get_parameter(target)
 
@@ -396,7 +397,7 @@ class DistributedModel(nn.Module):
             target: its name, as in ``named_buffers()`` of the wrapped module.
 
         Raises:
-            AttributeError: there is none.
+            AttributeError: no such buffer.
         """
         return self._smp_module.get_buffer(target)
 
@@ -425,8 +426,8 @@ class DistributedModel(nn.Module):
         """Make this rank's part of a decided partition: classes, parameters, entries.
 
         Args:
-            turns: what microbatches pass in their order.
-            when_run: what else its modules change when they run.
+            turns: the places passed by microbatches in order.
+            when_run: other changes of its modules when run.
         """
         rt = self._smp_runtime
         rank_of = partition.rank_of
@@ -436,7 +437,7 @@ class DistributedModel(nn.Module):
             lambda name: self._smp_owners[name] == rt.pp_rank,
             lambda path: rank_of[path] == rt.pp_rank,
         )
-        self._smp_scale_gradients()  # of parameters that got their values now
+        self._smp_scale_gradients()  # of parameters with fresh values
         self._smp_entries, self._smp_runs = remote_modules.make_entries(
             self._smp_module, rank_of
         )
@@ -470,16 +471,16 @@ class DistributedModel(nn.Module):
         self._smp_changing = when_run.buffers
         late_modules.refuse_from_now(self._smp_module)
         late_modules.refuse_from_now(self)  # the same children
+        late_hooks.notice_from_now(self._smp_module, gates[-1], rt.pp_rank == 0)
         self._smp_decision = partition
         if rt.home is not None:
             homes.move(self._smp_module, rt.home, set(self.local_modules()))
 
     def _smp_make_gates(self, turns: Turns) -> list[int]:
-        """The numbers in this job of the model's gates, and of one more, which a microbatch is
-        past when its forward is over.
+        """The numbers in this job of the model's gates, and of one more.
 
-        How often a microbatch passes one is not known where another model's trace saw another
-        number of calls.
+        A microbatch passes that one at the end of its forward.  The number of a microbatch's
+        passes is unknown where another model's trace saw another number of calls.
         """
         rt = self._smp_runtime
         named = dict(self._smp_module.named_modules())
@@ -497,7 +498,7 @@ class DistributedModel(nn.Module):
             hook(self, state.optimizer)
 
     def _smp_has_hooks(self) -> bool:
-        """Whether there are any for the next step."""
+        """Whether a hook is registered for the next step."""
         return bool(self._smp_post_partition_hooks or self._smp_post_step_hooks)
 
     def _smp_run_post_step_hooks(self) -> None:
@@ -521,10 +522,10 @@ class DistributedModel(nn.Module):
         return handle
 
     def partition_report(self) -> "PartitionReport":
-        """The partition as text, by rank, and as a picture; and what is split over ranks.
+        """The partition as text, by rank, and as a picture; and the parts split over ranks.
 
         Raises:
-            RuntimeError: before the first step, which makes the partition of a pipeline.
+            RuntimeError: before the first step: it makes the partition of a pipeline.
         """
         decision = self._smp_decision
         if decision is None and self._smp_runtime.pp_size == 1:
@@ -550,7 +551,7 @@ class DistributedModel(nn.Module):
         return state_dicts.full_state_dict(self, gather_to_rank0, cast_to_cpu)
 
     def local_state_dict(self) -> "OrderedDict[str, Any]":
-        """What this rank owns; its key ``_smp_is_partial`` is True."""
+        """This rank's own entries; the key ``_smp_is_partial`` is True."""
         return state_dicts.local_state_dict(self)
 
     def load_state_dict(  # type: ignore[override]
@@ -562,12 +563,12 @@ class DistributedModel(nn.Module):
     ) -> Any:
         """Load a full dict, or a partial one on every rank of the MP_GROUP.
 
-        Before the partition, what depends on it waits until it is made.
+        Before the partition, a load that depends on it waits.
 
         Args:
             state_dict: partial where its key ``_smp_is_partial`` is True.
-            same_partition_load: each rank's partial dict has just what it owns now;
-                otherwise entries go to the ranks that own them now.
+            same_partition_load: each rank's partial dict has just its own entries of now;
+                otherwise entries go to their ranks of now.
             translate_function: from the given dict to one with the module's names.
 
         Returns:
@@ -581,20 +582,20 @@ class DistributedModel(nn.Module):
         )
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank owns, with their names; tied ones once."""
+        """The parameters owned by this rank, with their names; tied ones once."""
         for name, parameter in self._smp_module.named_parameters():
             if not self.partitioned or self._smp_owners[name] == self._smp_runtime.pp_rank:
                 yield name, parameter
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that this rank owns."""
+        """The parameters owned by this rank."""
         for _, parameter in self.local_named_parameters():
             yield parameter
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale this rank's gradients so that the whole model's have at most this norm.
+        """Scale this rank's gradients, for at most this norm of the whole model's.
 
-        As ``torch.nn.utils.clip_grad_norm_``, which sees the parameters of one rank.
+        ``torch.nn.utils.clip_grad_norm_`` does the same for the parameters of one rank.
         Collective over the MP_GROUP.
 
         Args:
@@ -610,7 +611,7 @@ class DistributedModel(nn.Module):
         """The modules that run on this rank, with their paths."""
         rank_of = None if self._smp_decision is None else self._smp_decision.rank_of
         for path, module in self._smp_module.named_modules():
-            # One that came later has no rank; it has no parameters either.
+            # A later module has no rank; it has no parameters either.
             if rank_of is None or rank_of.get(path) == self._smp_runtime.pp_rank:
                 yield path, module
 
@@ -620,19 +621,19 @@ class DistributedModel(nn.Module):
             yield module
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of the modules that run on this rank, with their names."""
+        """The buffers of this rank's modules, with their names."""
         for path, module in self.local_named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield (f"{path}.{name}" if path else name), buffer
 
     def local_buffers(self) -> Iterator[Tensor]:
-        """The buffers of the modules that run on this rank."""
+        """The buffers of this rank's modules."""
         for _, buffer in self.local_named_buffers():
             yield buffer
 
     def get_module_partition(self, module: str | nn.Module) -> int:
-        """The pp_rank on which a module runs, by path or by the module itself.
+        """The pp_rank of a module, by path or by the module itself.
 
         Args:
             module: its path, as in ``named_modules()`` of the wrapped module; or itself.
@@ -665,7 +666,7 @@ class DistributedModel(nn.Module):
                 yield module
 
     def is_distributed_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether the ranks of the TP_GROUP have different parts of it.
+        """Whether the ranks of the TP_GROUP have different parts of the parameter.
 
         Args:
             parameter: one of the model's.
@@ -673,7 +674,7 @@ class DistributedModel(nn.Module):
         return slices_of(parameter) is not None
 
     def is_distributed_buffer(self, buffer: Tensor) -> bool:
-        """Whether the ranks of the TP_GROUP have different parts of it.
+        """Whether the ranks of the TP_GROUP have different parts of the buffer.
 
         Args:
             buffer: one of the model's.
@@ -681,7 +682,7 @@ class DistributedModel(nn.Module):
         return slices_of(buffer) is not None
 
     def is_scaled_batch_parameter(self, parameter: nn.Parameter) -> bool:
-        """Whether its gradient is of the whole TP_GROUP's batch.
+        """Whether the parameter's gradient is of the whole TP_GROUP's batch.
 
         Args:
             parameter: one of the model's.
@@ -689,7 +690,7 @@ class DistributedModel(nn.Module):
         return is_scaled_batch(parameter)
 
     def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
-        """Whether it is made of the whole TP_GROUP's batch.
+        """Whether the buffer is made of the whole TP_GROUP's batch.
 
         Args:
             buffer: one of the model's.
@@ -697,13 +698,13 @@ class DistributedModel(nn.Module):
         return is_scaled_batch(buffer)
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters whose gradients are averaged over the DP_GROUP."""
+        """The parameters with gradients averaged over the DP_GROUP."""
         for name, parameter in self.named_parameters():
             if not is_scaled_batch(parameter):
                 yield name, parameter
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters whose gradients are averaged over the RDP_GROUP."""
+        """The parameters with gradients averaged over the RDP_GROUP."""
         for name, parameter in self.named_parameters():
             if is_scaled_batch(parameter):
                 yield name, parameter
@@ -751,12 +752,12 @@ def install(rt: runtime.Runtime) -> None:
 
 
 def _sum_of_layouts(total: Tensor, term: Tensor) -> Tensor:
-    """Of two gradients, one of them sparse: torch adds a sparse tensor to a dense one alone."""
+    """The sum of two gradients, one of them sparse, in torch's order: dense, then sparse."""
     return term + total if total.is_sparse else total + term
 
 
 def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> None:
-    """Tell the core which local parameters each entry may give gradients to."""
+    """Tell the core of the local parameters with gradients from each entry."""
     # Models may share some.
     everyone = {id(p): p for m in models for p in m.local_parameters()}
     local = [p for p in everyone.values() if p.requires_grad]

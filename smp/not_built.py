@@ -1,6 +1,6 @@
-"""Names of the interface whose feature is not built.
+"""Names of the interface for features not built.
 
-Scripts import them whether they use them or not; so they exist, and say so when used.
+Scripts import them even without a use: so they exist, and raise when used.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 
 def function(name: str) -> Callable[..., NoReturn]:
-    """A function that raises NotImplementedError when it is called."""
+    """A function that raises NotImplementedError when called."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{name}: it is not built yet")

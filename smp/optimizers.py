@@ -1,8 +1,8 @@
 """Optimizers for large batches, each tensor list updated at once.
 
 ``FusedAdam`` is PyTorch's own fused kernel; ``FusedLAMB`` and ``FusedNovoGrad`` use its
-multi-tensor operations.  Names and arguments are those of NVIDIA's apex, which scripts
-expect.  Parameters that live on other ranks have no gradient here and are left alone.
+multi-tensor operations.  Names and arguments are those of NVIDIA's apex, as scripts expect.
+Parameters on other ranks have no gradient here and are left alone.
 
 Sources: LAMB, You et al. 2020, algorithm 2; NovoGrad, Ginsburg et al. 2019, algorithm 1.
 """
@@ -31,7 +31,7 @@ class FusedAdam(torch.optim.Adam):
         lr, betas, eps, weight_decay, amsgrad: as in ``torch.optim.AdamW``.
         bias_correction: must be True.
         adam_w_mode: decay the weights themselves, not through the gradient.
-        set_grad_none: what ``zero_grad`` does where it is not told.
+        set_grad_none: the default of ``zero_grad``.
 
     Raises:
         NotImplementedError: ``bias_correction=False``.
@@ -67,13 +67,13 @@ class FusedAdam(torch.optim.Adam):
         """Clear the gradients.
 
         Args:
-            set_to_none: have none, rather than zeros; None: as ``set_grad_none`` says.
+            set_to_none: have none, rather than zeros; None: as ``set_grad_none``.
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
 class _MultiTensor(torch.optim.Optimizer):
-    """The part that LAMB and NovoGrad share: a step over the gradients that are there."""
+    """The common part of LAMB and NovoGrad: a step over the gradients present."""
 
     def __init__(self, params: Params, defaults: dict[str, Any], set_grad_none: bool) -> None:
         if defaults["amsgrad"]:
@@ -85,13 +85,13 @@ class _MultiTensor(torch.optim.Optimizer):
         """Clear the gradients.
 
         Args:
-            set_to_none: have none, rather than zeros; None: as ``set_grad_none`` says.
+            set_to_none: have none, rather than zeros; None: as ``set_grad_none``.
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update the parameters; returns what ``closure`` returns."""
+        """Update the parameters; returns the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -121,7 +121,7 @@ class _MultiTensor(torch.optim.Optimizer):
         return [self.state[p][name] for p in params]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which however casts the state to its parameter's dtype."""
+        """As torch's, but without its cast of the state to its parameter's dtype."""
         super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -142,10 +142,10 @@ class FusedLAMB(_MultiTensor):
         amsgrad: must be False.
         adam_w_mode: decay the weights themselves, not through the gradient.
         grad_averaging: weigh a new gradient with ``1 - beta1`` in the first moment.
-        set_grad_none: what ``zero_grad`` does where it is not told.
-        max_grad_norm: gradients are scaled so that the norm over the whole model is at
-            most this; 0 turns it off.  With ``smp`` running that norm is over the
-            MP_GROUP, so every rank of it must call ``step``.
+        set_grad_none: the default of ``zero_grad``.
+        max_grad_norm: the most for the norm over the whole model; larger gradients are scaled;
+            0 turns this off.  With ``smp`` running that norm is over the MP_GROUP, so every
+            rank of it must call ``step``.
         use_nvlamb: scale the step of tensors without weight decay too.
 
     Raises:
@@ -230,7 +230,7 @@ class FusedNovoGrad(_MultiTensor):
         grad_averaging: weigh a new gradient with ``1 - beta1`` in the first moment.
         norm_type: 2, or 0 for the largest absolute value.
         init_zero: start the second moment at zero, not at the first gradient's norm.
-        set_grad_none: what ``zero_grad`` does where it is not told.
+        set_grad_none: the default of ``zero_grad``.
 
     Raises:
         ValueError: ``amsgrad=True``, or another ``norm_type``.
@@ -322,7 +322,7 @@ def apply(params: list[Tensor], updates: Iterable[Tensor], lr: float) -> None:
 def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients of the model, a float64 scalar; over the MP_GROUP with smp.
 
-    What every rank of a TP_GROUP has counts once, on tp_rank 0.
+    Gradients held by every rank of a TP_GROUP count once, on tp_rank 0.
     """
     largest = math.isinf(norm_type)
     counts_here = not state.is_initialized or ranks.tp_rank() == 0
@@ -350,7 +350,7 @@ def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Ten
 def clip_by_the_models_norm(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float
 ) -> Tensor:
-    """Scale the parameters' gradients so that the whole model's have at most this norm.
+    """Scale the parameters' gradients, for at most this norm of the whole model's.
 
     Returns:
         the norm before; see `norm_over_the_model`.
@@ -362,5 +362,5 @@ def clip_by_the_models_norm(
 
 
 def accelerator_or_cpu() -> torch.device:
-    """Where a collective's tensor lives: the GPU that there is, or the CPU."""
+    """The place of a collective's tensor: the GPU, or else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

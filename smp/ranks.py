@@ -1,4 +1,4 @@
-"""Who am I: ranks, sizes and groups, for the world and for pp, tp, dp, rdp and mp.
+"""This rank's place: ranks, sizes and groups, for the world and for pp, tp, dp, rdp and mp.
 
 All of them raise RuntimeError before ``smp.init``.  The arithmetic is in
 ``smp.job.placement``.
@@ -13,7 +13,7 @@ from smp.state_mod import state
 
 
 class CommGroup(Enum):
-    """A set of ranks that this rank is part of."""
+    """A set of ranks around this one."""
 
     WORLD = "world"
     MP_GROUP = "mp"
@@ -24,7 +24,7 @@ class CommGroup(Enum):
 
 
 class RankType(Enum):
-    """What a number means as a rank: its position in which group of this rank."""
+    """The meaning of a rank's number: the position in a group of this rank."""
 
     WORLD_RANK = "world"
     MP_RANK = "mp"

@@ -1,4 +1,4 @@
-"""What ``python -m smp --test`` runs on each of its ranks.
+"""The part of ``python -m smp --test`` on each of its ranks.
 
 A model over all ranks is trained for a few steps, beside the same model in one process; the
 losses must be the same.

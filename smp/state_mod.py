@@ -1,4 +1,4 @@
-"""``smp.state``: what this rank knows about the job it is part of.
+"""``smp.state``: this rank's knowledge of its job.
 
 Also reachable as ``smp.state_mod.state``, the name in the original.
 """
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """Everything that ``smp.init`` makes and ``smp.shutdown`` ends."""
+    """Everything made by ``smp.init`` and ended by ``smp.shutdown``."""
 
     cfg: "Config"
     boot: "Bootstrap"
     placement: "Placement"
     groups: dict[str, list[int]]  # global ranks of this rank's group, by kind
     torch_groups: "Groups"
-    calls: Calls = field(default_factory=Calls)  # that ranks make together
-    undo: ExitStack = field(default_factory=ExitStack)  # what smp.shutdown has to do
+    calls: Calls = field(default_factory=Calls)  # collective ones, outside steps
+    undo: ExitStack = field(default_factory=ExitStack)  # the work of smp.shutdown
     pid: int = field(default_factory=os.getpid)  # a forked child is not a rank
 
 
 class ModuleManager:
-    """What Hugging Face's Trainer asks about the model's modules."""
+    """Questions of Hugging Face's Trainer about the model's modules."""
 
     def __init__(self) -> None:
-        # (smp -> hf, hf -> smp) pairs of functions between state dicts, one for each
-        # kind of Hugging Face model that tensor parallelism has replaced.
+        # (smp -> hf, hf -> smp) pairs of functions between state dicts, one for each kind of
+        # Hugging Face model replaced for tensor parallelism.
         self.translate_functions: list[tuple[Callable, Callable]] = []
 
 
 class PatchManager:
-    """What scripts ask for the methods of their classes."""
+    """Scripts' questions about the methods of their classes."""
 
     def get_original_method(self, name: str, cls: type) -> Callable:
         """The method as its class defines it: nothing here replaces methods of classes."""
@@ -92,13 +92,13 @@ class State:
         return self._job is not None
 
     def job(self, caller: str) -> Job:
-        """The job, for a function that needs one.
+        """The job, for a function in need of one.
 
         Args:
             caller: the function, for the error.
 
         Raises:
-            RuntimeError: before ``smp.init``; names what was called.
+            RuntimeError: before ``smp.init``; the text names the caller.
         """
         if self._job is None:
             raise RuntimeError(f"{caller} needs smp.init(): call it at the start of the script")
@@ -108,12 +108,12 @@ class State:
         """``smp.init`` has made a job.
 
         Args:
-            job: what `job` gives from now on.
+            job: the result of `job` from now on.
         """
         self._job = job
 
     def end(self) -> None:
-        """It is over."""
+        """The job is over."""
         self._job = None
         self.model = self.optimizer = None
         self.module_manager = ModuleManager()
@@ -126,7 +126,7 @@ class State:
     def param_index_to_name_tp_group(self) -> list[dict[int, str]]:
         """By tp_rank, the names of the latest model's parameters, in their order.
 
-        Slices keep the names of what they are cut from, so the tp_ranks have the same.
+        Slices keep the names of their whole parameters, so the tp_ranks have the same.
         """
         size = len(self.job("smp.state.param_index_to_name_tp_group").groups["tp"])
         names = [] if self.model is None else [n for n, _ in self.model.named_parameters()]

@@ -1,9 +1,9 @@
-"""What differs between the versions of PyTorch that smp supports, and what is private to them.
+"""The differences between the supported versions of PyTorch, and the private names used.
 
-The oldest version stands in ``pyproject.toml``, too.  Each function here says with which
-oldest version it can go.  ``PRIVATE`` names what smp uses of PyTorch without a promise of
-PyTorch's; ``tests/test_torch_versions.py`` looks every name up, so that a new version's
-differences show by name.
+The oldest version stands in ``pyproject.toml``, too.  Each function here names the oldest
+version that makes it superfluous.  ``PRIVATE`` has the names used by smp without a promise of
+PyTorch's.  ``tests/test_torch_versions.py`` looks every name up, so a new version's differences
+show by name.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ OLDEST = (2, 10)
 
 
 def refuse_older(version: str) -> None:
-    """Check the version of PyTorch, before anything needs what an older one lacks.
+    """Refuse an older version of PyTorch, before any use of its missing parts.
 
     Args:
         version: ``torch.__version__``.
@@ -52,9 +52,9 @@ NAMES_BEFORE_2_13 = {
 
 
 def operation_of(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:
-    """A group's operation by the name that PyTorch 2.13 has for it.
+    """A group's operation by its name in PyTorch 2.13.
 
-    Can go when 2.13 is the oldest version.
+    Superfluous when 2.13 is the oldest version.
     """
     if name in NAMES_BEFORE_2_13 and not hasattr(group, name):
         name = NAMES_BEFORE_2_13[name]
@@ -64,18 +64,18 @@ def operation_of(group: dist.ProcessGroup, name: str) -> Callable[..., Any]:
 def is_made(group: dist.ProcessGroup) -> bool:
     """Whether ``torch.distributed`` has made a group and knows it.
 
-    Needed from 2.15 on: torch attaches a recorder to a group in the making that serves any
-    device.  That fails for a group like smddp's, which has no backend in C++.
+    Needed from 2.15 on: torch attaches a recorder to a group in the making for any device.  The
+    recorder fails for a group like smddp's, without a backend in C++.
     """
     return group in dist.distributed_c10d._world.pg_map
 
 
-# Whether a profile shows an event that ends in another thread than it began in.  Can go when
-# 2.12 is the oldest version.
+# Whether a profile shows an event with its end in another thread than its begin.  Superfluous
+# when 2.12 is the oldest version.
 EVENTS_CROSS_THREADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
-# By owner: names that PyTorch may change in any version.
+# By owner: names subject to change in any version of PyTorch.
 PRIVATE: dict[str, tuple[str, ...]] = {
     "torch": (
         "_foreach_add",

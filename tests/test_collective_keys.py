@@ -190,9 +190,10 @@ def test_keys_differ_by_all_they_are_made_of():
 
 def test_a_module_that_is_not_known_here():
     known = keys.of_collective("h.0.mlp", 1, 3, 0)
-    error = ValueError(
+    error = _core.GroupError(
         f"rank 0 calls a{_core.WITH_KEY}{known:08x}, rank 1 b{_core.WITH_KEY}0badbad0"
     )
+    error.keys = known, 0x0BADBAD0
     said = keys.explained(error)
     assert "a for module 'h.0.mlp' (backward), rank 1 b for a module that this rank" in said
     assert keys.explained(ValueError("no key here")) == "no key here"

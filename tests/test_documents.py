@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 import subprocess
 import sys
@@ -14,14 +15,18 @@ from torch import nn
 
 import smp
 from smp.job import config
+from tests.prose import PYTHON, RATE, C, comments, page_of, prose, remarks
 from tests.ranks import mpirun, on_ranks, rank_environment
 from tests.reference.whole_job import WholeJob, split_over_all_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
+CODE = itertools.chain(ROOT.glob("csrc/**/*"), ROOT.glob("smp/**/*"))
+SOURCES = sorted({str(p.parent.relative_to(ROOT)) for p in CODE if p.suffix in (*C, *PYTHON)})
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "CHANGELOG.md",
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md")),
 ]
 
@@ -57,6 +62,7 @@ def test_there_are_whole_scripts():
     assert {param.id.partition("-")[0] for param in whole_scripts()} == {
         "docs/porting.md",
         "docs/quickstart.md",
+        "docs/tuning.md",
     }
 
 
@@ -150,6 +156,15 @@ smp.barrier()
 assert {"partition.svg", "trace.json", "timeline.svg"} <= set(os.listdir())
 """
     ),
+    ("docs/saving.md", "import os"): Around(
+        after="""
+assert first == 0 and not os.path.exists("checkpoints/step10_partial")
+assert smp.resume_from_checkpoint("checkpoints", tag="step15")["step"] == 15
+"""
+    ),
+    ("docs/tuning.md", "trace_memory_usage"): Around(
+        after="assert ' kept ' in str(model.partition_report())"
+    ),
     ("docs/porting.md", "class Centred"): Around(
         after="""
 model = smp.DistributedModel(nn.Sequential(nn.Linear(6, 8), Centred(), nn.Linear(8, 3)))
@@ -173,7 +188,7 @@ from smp.partitioning.partition import pin_of
 assert pin_of(model.transformer.h[11]) == 0 and pin_of(self.decoder) == 1
 """,
     ),
-    ("docs/communication.md", "comm_transports"): Around(
+    ("docs/operating.md", "comm_transports"): Around(
         "import smp", "assert smp.state.cfg.comm_transports == ('shm', 'mpi')"
     ),
     ("docs/debugging.md", "smp.save_trace"): Around(
@@ -283,7 +298,8 @@ def run_in_order(document: str, but: str = IN_JOBS) -> list[str]:
     return printed
 
 
-OWN_TESTS = {"docs/notebooks.md", "docs/generality.md"}  # the latter's: test_generality.py
+# Those of a job: "docs/communication.md"; of "docs/generality.md": test_generality.py.
+OWN_TESTS = {"docs/communication.md", "docs/notebooks.md", "docs/generality.md"}
 
 
 def test_every_page_with_snippets_has_a_test_that_runs_them():
@@ -299,8 +315,10 @@ def test_every_page_with_snippets_has_a_test_that_runs_them():
     [
         "README.md",
         "docs/quickstart.md",
+        "docs/saving.md",
+        "docs/tuning.md",
         "docs/porting.md",
-        "docs/communication.md",
+        "docs/operating.md",
         "docs/debugging.md",
     ],
 )
@@ -449,6 +467,58 @@ def test_the_distributed_module_that_is_written_from_the_primitives_equals_the_p
 def test_every_block_is_python(document):
     for block in python_blocks(document):
         compile(block.replace(", ...}", "}"), document, "exec")
+
+
+@pytest.mark.parametrize("page", DOCUMENTS + SOURCES)
+def test_a_page_and_the_comments_of_a_folder_are_in_the_projects_voice(page):
+    """``python -m tests.prose PAGE`` shows the sentences."""
+    found = prose(page_of(ROOT / page))
+    assert found.rate <= RATE and not found.without_subject and not found.long, found
+
+
+@pytest.mark.parametrize(
+    "page, fault",
+    [
+        ("A rank waits.  What it waits for is a key.", "without_subject"),
+        ("| a rank | Who waits; a rank |", "without_subject"),
+        ("A rank " + "waits and " * 12 + "ends.", "long"),
+    ],
+)
+def test_a_sentence_beside_the_rules_is_found(page, fault):
+    assert getattr(prose(page), fault) and not getattr(prose("A rank waits."), fault)
+    block = f"```text\n{page}\n```"
+    assert prose(block).words == 0
+    assert prose("A rank `that` waits for a rank that waits.").relative == 1
+
+
+def test_the_comments_of_c_are_a_page():
+    source = """
+/* A rank waits.
+ *
+ * Threads  What waits. */
+char *who = "/* who */"; // which waits
+int   x; /* whose */ // that, too
+"""
+    page = comments(source)
+    assert prose(page).words == 11 and prose(page).relative == 4, page
+    assert prose(page).without_subject == ["What waits."]
+
+
+def test_a_files_remarks_are_its_docstrings_and_comments():
+    code = '''"""A rank that waits::
+
+    what = a rank
+
+A rank ends.
+"""
+who = "which"  # What is ``that``?
+# That is a
+# rank.
+x = 1  # type: ignore[misc]
+'''
+    found = prose(remarks(code))
+    assert found.relative == 3 and len(found.without_subject) == 2
+    assert "a rank." in " ".join(remarks(code).split()) and "ignore" not in remarks(code)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import smp
 from smp import _core
-from smp.collectives import ranks, shared_gpus
+from smp.collectives import shared_gpus
 from smp.job import bootstrap, config, torch_process_groups
 from smp.job.placement import Placement
 from tests.ranks import (
@@ -497,13 +497,13 @@ def test_the_collectives_of_split_modules_have_a_group_of_their_own():
     assert weight.grad.tolist() == pytest.approx([0.5] * 4)
 
 
-def test_objects_wait_for_days_over_a_group_without_callbacks():
+def test_objects_wait_for_days():
     smp.init()
     objects = smp.state.job("a test").torch_groups.objects
     backend = objects._get_backend(torch.device("cpu"))
     assert backend.options._timeout == torch_process_groups.OBJECTS_TIMEOUT
     assert torch_process_groups.OBJECTS_TIMEOUT.days == 7
-    assert dist.get_backend(objects) == "gloo" and objects in ranks.without_callbacks
+    assert dist.get_backend(objects) == "gloo"
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -81,8 +81,8 @@ FirstFailure.wait_until_told = wait_having_spoken
 """
 
 ENDINGS = {
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", {0: "ConnectionError"}),
-    "crashed": ("ctypes.string_at(0)", {0: "ConnectionError"}),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", {0: "PeerError"}),
+    "crashed": ("ctypes.string_at(0)", {0: "PeerError"}),
     "Ctrl-C": (
         "os.kill(os.getpid(), signal.SIGINT); time.sleep(0)",
         {0: "KeyboardInterrupt", 1: "KeyboardInterrupt"},
@@ -273,7 +273,7 @@ def test_a_tensor_of_any_size_for_a_rank_that_was_killed_names_the_rank(
     done = mpirun(2, script, transport, str(SIZES[size]), go_on=True)
 
     said = done.stdout + done.stderr
-    assert "the call raised ConnectionError: smp: sending to pp_rank 1: a peer rank" in said
+    assert "the call raised PeerError: smp: sending to pp_rank 1: a peer rank" in said
     assert "MemoryError" not in said
 
 

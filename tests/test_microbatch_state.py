@@ -233,16 +233,62 @@ class HookedByMethod(Block):
         return self.far(self.near(self.far(x))) + self.read()
 
 
-class Late(Block):
-    """Sets what the traced microbatch did not."""
-
+class MayBeLate(Block):
     late = False
+
+
+class Late(MayBeLate):
+    """Sets what the traced microbatch did not."""
 
     def forward(self, x):
         if self.late:
             self.tmp = x * 2
         y = torch.tanh(self.far(x))
         return y + self.tmp if self.late else y
+
+
+class LateByMethod(MayBeLate):
+    note = 0.0
+
+    def put(self, note):
+        self.note = note
+
+    def forward(self, x):
+        if self.late:
+            self.put(x.square().mean())
+        return self.far(self.far(x)) + self.note
+
+
+class LateOfChild(MayBeLate):
+    """Its child calls nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.near.note = 0.0
+
+    def forward(self, x):
+        if self.late:
+            self.near.note = x.square().mean()
+        return self.far(self.near(x)) + self.near.note
+
+
+class LateAux(nn.Linear):
+    late, aux = False, 0.0
+
+    def forward(self, x):
+        if self.late:
+            self.aux = x.square().mean()
+        return super().forward(x)
+
+
+class LateInChild(MayBeLate):
+    def __init__(self):
+        super().__init__()
+        self.near = LateAux(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.near.late = self.late
+        return self.far(self.near(x)) + self.near.aux
 
 
 KINDS = [
@@ -264,6 +310,9 @@ KINDS = [
     Hooked,
     HookedByMethod,
     Late,
+    LateByMethod,
+    LateOfChild,
+    LateInChild,
 ]
 
 
@@ -313,7 +362,7 @@ def train_and_evaluate(kind: type[Block], trains: bool, pins: dict[str, int], **
         generator = torch.Generator().manual_seed(number)
         x = torch.randn(2 * MICROBATCHES, WIDTH, generator=generator)
         for block in (*net, *plain):
-            if isinstance(block, Late):
+            if isinstance(block, MayBeLate):
                 block.late = number > 0
         optimizer.zero_grad()
         plain_optimizer.zero_grad()
@@ -341,6 +390,113 @@ def test_over_a_call_of_another_rank(kind, trains):
 def test_over_a_call_of_a_split_child(kind):
     pins = {"": 0, "1": 1}
     train_and_evaluate(kind, True, pins, tensor_parallel_degree=2, prescaled_batch=True)
+
+
+class LateCounter(MayBeLate):
+    calls = 0
+
+    def forward(self, x):
+        calls = self.calls if self.late else 1
+        y = self.far(x) * calls
+        if self.late:
+            self.calls = calls + 1
+        return y
+
+
+@on_ranks(2)
+def test_what_microbatches_leave_to_one_another_in_a_branch_not_traced_is_refused():
+    """Where one has read it that runs ahead; else it is as in one process."""
+    with pytest.raises(RuntimeError, match="'0.calls' on pp_rank 0 is set in microbatch 0"):
+        train_and_evaluate(LateCounter, True, {"": 0, "0.far": 1, "1.far": 1})
+
+
+def of_a_step(module, x, model, store):
+    kept = []
+    handle = module.register_forward_hook(lambda module, args, out: kept.append(out))
+    y = model(x)
+    handle.remove()
+    return y + kept[0]
+
+
+def of_a_step_and_its_backward(module, x, model, store):
+    kept = []
+    module.register_forward_hook(lambda module, args, out: kept.append(out))
+    return model(x) + kept[0] - kept[-1]
+
+
+def of_a_step_for_all(module, x, model, store):
+    handle = module.register_forward_hook(lambda module, args, out: store.update(out=out))
+    y = model(x)
+    handle.remove()
+    return y + store["out"]
+
+
+def of_the_script(module, x, model, store):
+    y = model(x)
+    return y + store["out"] if module._forward_hooks else y
+
+
+def on_the_module(module, x, model, store):
+    y = model(x)
+    return y + module.kept if module._forward_hooks else y
+
+
+@pytest.mark.parametrize(
+    "read",
+    [of_a_step, of_a_step_and_its_backward, of_a_step_for_all, of_the_script, on_the_module],
+)
+@pytest.mark.parametrize("where", ["near", "far"])
+@on_ranks(2)
+def test_hooks_that_are_registered_after_the_first_step(where, read):
+    """Microbatches read what their own calls have kept."""
+    torch.set_default_dtype(torch.float64)
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
+    torch.manual_seed(0)
+    net = LateOfChild()
+    plain = copy.deepcopy(net)
+    smp.set_partition(net, 0)
+    smp.set_partition(net.far, 1)
+    model = smp.DistributedModel(net)
+    stores: dict = {net: {}, plain: {}}
+
+    def forward(model, x):
+        inner = plain if model is plain else net
+        y = read(inner.get_submodule(where), x, model, stores[inner])
+        loss = y.square().mean()
+        model.backward(loss) if model is not plain else (loss / MICROBATCHES).backward()
+        return y.detach()
+
+    step = smp.step(forward)
+    for number in range(3):
+        x = torch.randn(2 * MICROBATCHES, WIDTH)
+        if number == 1:
+            for one, store in stores.items():
+                hook = {
+                    of_the_script: lambda m, args, out, store=store: store.update(out=out),
+                    on_the_module: lambda m, args, out: setattr(m, "kept", out),
+                }.get(read)
+                if hook is not None:
+                    one.get_submodule(where).register_forward_hook(hook)
+        got = step(model, x).concat()
+        want = torch.cat([forward(plain, part) for part in x.chunk(MICROBATCHES)])
+        if smp.pp_rank() == 0:  # all ranks have drawn the same
+            torch.testing.assert_close(got, want)
+
+
+@on_ranks(2)
+def test_a_hook_that_would_not_run_is_refused_in_a_step():
+    smp.init({"pipeline_parallel_degree": 2})
+    net = nn.Sequential(Tmp())
+    smp.set_partition(net[0], 1)
+    model = smp.DistributedModel(net)
+    for module, register in ((net[0].near, "forward_hook"), (net[0], "forward_pre_hook")):
+
+        def forward(model, x, module=module, register=register):
+            getattr(module, f"register_{register}")(lambda *args: None)
+            return model(x)
+
+        with pytest.raises(RuntimeError, match=r"a hook of module '0.* would not run: reg"):
+            smp.step(forward)(model, torch.ones(4, WIDTH))
 
 
 def test_an_attribute_is_each_microbatchs_own_until_the_step_is_over(monkeypatch):

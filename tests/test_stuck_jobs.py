@@ -185,6 +185,28 @@ def test_a_step_of_one_rank_alone_is_told_on_both_sides(
     assert waits in reports[rank.format(1)], said
 
 
+def test_a_rank_that_never_comes_is_named_by_who_waits(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import threading
+import smp
+
+smp.init({"watchdog_report_s": 1, "watchdog_end_s": 2})
+if smp.rank() == 1:
+    threading.Event().wait()
+smp.barrier()
+"""
+    )
+
+    done = mpirun(2, script)
+
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert re.search(r"rank 0 waits in smp.barrier\(.*, since .*\n  rank 1 told nothing", said)
+    assert "rank 1 (process" not in said
+
+
 def deadlock(**config) -> str:
     """What a schedule fails with that ends microbatch 1 before it starts microbatch 0: these
     pass a module with buffers in order."""

@@ -403,7 +403,23 @@ def test_a_cache_that_the_script_has_filled_is_refused(prescaled):
     cache.update(torch.zeros(2, heads, 3, width), torch.zeros(2, heads, 3, width), 0)
     wanted = "this rank's heads" if prescaled else "the 4 samples of all ranks"
     match = rf"0.self_attn' is split .* shape \[2, {heads}, 3, {width}\] instead of {wanted}"
+    ids = torch.ones(2, 3, dtype=torch.int64)
     with pytest.raises(NotImplementedError, match=match), torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+
+
+@on_ranks(2)
+def test_a_cache_that_prefixes_train_through_is_refused():
+    """Each rank would have the gradient of its own heads, where they share one head of keys."""
+    split_over_all_ranks(prescaled_batch=True)
+    model = smp.DistributedModel(made("llama, 1 head of keys"))
+    config = model.get_module().config
+    width = config.hidden_size // config.num_attention_heads
+    prefix = torch.zeros(2, 1, 3, width, requires_grad=True)
+    cache = importlib.import_module("transformers").DynamicCache()
+    cache.update(prefix, prefix, 0)
+    match = r"0.self_attn' is split .* shape \[2, 1, 3"
+    with pytest.raises(NotImplementedError, match=match):
         model(input_ids=torch.ones(2, 3, dtype=torch.int64), past_key_values=cache)
 
 
@@ -417,7 +433,8 @@ def test_a_checkpointed_family_equals_the_plain_model(family, monkeypatch):
     job.net.gradient_checkpointing_enable()
     ran: list[nn.Module] = []
     names = ("q_proj", "SelfAttention.q")
-    first = next(module for name, module in job.net.named_modules() if name.endswith(names))
+    path = next(name for name, _ in job.net.named_modules() if name.endswith(names))
+    first = job.net.get_submodule(path.rpartition(".")[0])
     first.register_forward_hook(lambda module, *_: ran.append(module))
     job.step(0)
     assert len(ran) == 2
@@ -671,6 +688,55 @@ def test_positions_of_packed_sequences_are_gathered(family, monkeypatch):
         return ids, torch.cat([torch.arange(n) for n in lengths]).expand(len(ids), -1)
 
     job = WholeJob(made(family, attn_implementation="packed"), loss, batch)
+    job.step(0)
+
+
+class Block(nn.Module):
+    """A layer of a family in a model of a user's own, which makes no mask."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.rotary = net.model.rotary_emb if hasattr(net, "model") else None
+        self.block = (net.model.layers if self.rotary else net.transformer.h)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = {}
+        if self.rotary is not None:
+            positions = torch.arange(x.size(1))[None]
+            options["position_embeddings"] = self.rotary(x, positions)
+        out = self.block(x, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "of one's own"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@on_ranks(2)
+def test_padding_is_not_seen_where_a_layer_gets_no_mask(family, attention, monkeypatch):
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("of one's own", sdpa_attention_forward)
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    with smp.tensor_parallelism():
+        net = gpt2() if family == "gpt2" else llama()
+    compute_in_float64(monkeypatch, "llama")
+    net.config._attn_implementation = attention
+
+    def batch(rank: int, step: int, uneven: bool = True) -> tuple[Tensor]:
+        draw = torch.Generator().manual_seed(rank)
+        width = net.config.hidden_size
+        return (torch.randn(2 + rank, 4 + 3 * rank * uneven, width, generator=draw),)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    job = WholeJob(Block(net), loss, batch)
+    if attention == "of one's own":
+        with pytest.raises(ValueError, match=r"no attention_mask on tp_rank 0, .* \[4, 7\]"):
+            job.model(*batch(smp.rank(), 0))
+        job.batch = lambda rank, step: batch(rank, step, uneven=False)
     job.step(0)
 
 

@@ -5,6 +5,7 @@
 The reference is ``tests/reference/whole_job.py``, in float64.
 """
 
+import os
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import smp
 from tests.models.random_marked import WORDS, Model
 from tests.ranks import SEEDS, on_ranks
-from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+from tests.reference.whole_job import WholeJob, assert_near
 
 EACH = 5
 
@@ -49,10 +50,11 @@ def outcome(seed: int, prescaled: bool) -> str:
         for step in range(2):
             job.step(step)
         job.check_parameters()
-        (ids,) = job.batch(smp.dp_rank(), 5)
-        job.model.eval()
-        with torch.no_grad():
-            assert_near(job.model(ids), job.plain.eval()(ids), "outputs of an evaluation")
+        if smp.pp_size() == 1:
+            (ids,) = job.batch(smp.dp_rank(), 5)
+            job.model.eval()
+            with torch.no_grad():
+                assert_near(job.model(ids), job.plain.eval()(ids), "outputs of an evaluation")
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         assert "smp: " in str(error), f"seed {seed}: {error!r}"
         return str(error)
@@ -61,14 +63,35 @@ def outcome(seed: int, prescaled: bool) -> str:
     return ""
 
 
+def check(first: int, count: int, **config: Any) -> None:
+    """That many models; not all are refused."""
+    torch.set_default_dtype(torch.float64)
+    refused = []
+    for seed in range(first, first + count):
+        smp.reset()
+        smp.init(config)
+        refused.append(outcome(seed, config["prescaled_batch"]))
+    assert "" in refused, refused
+
+
 @pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
 @pytest.mark.parametrize("first", range(0, EACH * SEEDS, EACH))
 @on_ranks(2, 3, timeout_s=120)
 def test_a_random_model_is_equal_or_refused_by_name(first, prescaled):
-    torch.set_default_dtype(torch.float64)
-    refused = []
-    for seed in range(first, first + EACH):
-        smp.reset()
-        split_over_all_ranks(prescaled_batch=prescaled)
-        refused.append(outcome(seed, prescaled))
-    assert "" in refused, refused
+    degree = int(os.environ["OMPI_COMM_WORLD_SIZE"])
+    check(first, EACH, tensor_parallel_degree=degree, prescaled_batch=prescaled)
+
+
+@pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
+@pytest.mark.parametrize("first", range(0, EACH * SEEDS, EACH))
+@on_ranks(4, timeout_s=120)
+def test_a_random_model_in_a_pipeline_is_equal_or_refused_by_name(first, prescaled):
+    check(
+        1000 + first,
+        EACH,
+        tensor_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        microbatches=2,
+        active_microbatches=2,
+        prescaled_batch=prescaled,
+    )

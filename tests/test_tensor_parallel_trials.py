@@ -3,7 +3,11 @@
 The reference is ``tests/reference/whole_job.py``, in float64.
 """
 
+import functools
+import os
+import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
+from tests import test_tensor_parallel_families2 as families
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -76,6 +81,17 @@ class Demanding(nn.Embedding):
         return super().forward(ids) * factor
 
 
+class Failing(nn.Embedding):
+    """Its forward fails on one rank, as long as the model is not wrapped."""
+
+    is_wrapped = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if smp.rank() == 1 and not Failing.is_wrapped:
+            raise ValueError("no")
+        return super().forward(ids)
+
+
 class LinearThreefold(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 3.0
@@ -121,6 +137,7 @@ REASONS = {
     Reading: "which does not give the same when the weight is split",
     Centred: "which does not give the same when the weight is split",
     Demanding: "which cannot be tried with rows alone (TypeError",
+    Failing: "which cannot be tried with rows alone (",
     LinearReading: "which does not give the same when the weight is split",
 }
 
@@ -142,7 +159,7 @@ def ids_of(rank: int, step: int, prescaled: bool) -> tuple[Tensor]:
 
 
 CLASSES = [
-    *((one, nn.Linear) for one in (*SPLIT[0], Reading, Centred, Demanding)),
+    *((one, nn.Linear) for one in (*SPLIT[0], Reading, Centred, Demanding, Failing)),
     *((nn.Embedding, one) for one in (*SPLIT[1], LinearReading)),
     (Threefold, LinearThreefold),
     (Threefold, LinearReading),
@@ -159,9 +176,11 @@ def test_a_leaf_of_a_users_class_is_split_where_it_has_proved_itself(
 ):
     split_over_all_ranks(prescaled_batch=prescaled)
     net = net_of(embedding, linear, tied)
+    Failing.is_wrapped = False
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         job = WholeJob(net, cross_entropy, lambda rank, step: ids_of(rank, step, prescaled))
+    Failing.is_wrapped = True
     reasons = {one.path: one.reason for one in job.model._smp_split}
     failing = [cls for cls in (embedding, linear) if cls in REASONS]
     warned = [str(w.message) for w in caught if "left whole" in str(w.message)]
@@ -199,3 +218,176 @@ def test_a_leaf_of_a_users_class_whose_values_are_made_later():
 
     ids = ids_of(smp.dp_rank(), 0, False)[0]
     assert_near(step(model, ids).concat(), plain(ids), "logits")
+
+
+# ------------------------------------------------------- modules of families that are changed
+
+
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def of_channels(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+class OfBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() * x.mean(0, keepdim=True)
+
+
+def forward_of_instance(self: Any, x: Tensor) -> Tensor:
+    inner = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+    return self.down_proj(of_channels(inner))
+
+
+def another_forward(mlp: Any) -> None:
+    mlp.forward = types.MethodType(forward_of_instance, mlp)
+
+
+def another_forward_inside(mlp: Any) -> None:
+    mlp.down_proj.forward = types.MethodType(
+        lambda self, x: F.linear(of_channels(x), self.weight), mlp.down_proj
+    )
+
+
+def another_linear(mlp: Any) -> None:
+    mlp.down_proj = Halved(mlp.down_proj.in_features, mlp.down_proj.out_features)
+
+
+def two_in_place_of_one(mlp: Any) -> None:
+    mlp.down_proj = nn.Sequential(nn.LayerNorm(mlp.down_proj.in_features), mlp.down_proj)
+
+
+def normed(mlp: Any) -> None:
+    nn.utils.parametrizations.weight_norm(mlp.down_proj)
+
+
+def an_activation(act: Any) -> Callable[[Any], None]:
+    def change(mlp: Any) -> None:
+        del mlp.act_fn
+        mlp.act_fn = act
+
+    return change
+
+
+def hook_before(mlp: Any) -> None:
+    mlp.down_proj.register_forward_pre_hook(lambda _, args: of_channels(*args))
+
+
+def hook_behind(mlp: Any) -> None:
+    mlp.act_fn.register_forward_hook(functools.partial(lambda _, args, out: of_channels(out)))
+
+
+def hook_of_gradients(mlp: Any) -> None:
+    mlp.up_proj.register_full_backward_hook(lambda _, into, of: (of_channels(*into),))
+
+
+def hook_of_a_rank(mlp: Any) -> None:
+    if smp.rank() == 1:
+        mlp.down_proj.register_forward_hook(lambda *_: None)
+
+
+def hook_outside(mlp: Any) -> None:
+    mlp.register_forward_hook(lambda _, args, out: of_channels(out))
+
+
+LEFT_WHOLE = {
+    another_forward: "it has another forward than its class",
+    another_forward_inside: "its 'down_proj' has another forward than its class",
+    another_linear: "its 'down_proj' is a Halved",
+    two_in_place_of_one: "its 'down_proj' is a Sequential",
+    normed: "its 'down_proj' has a parametrization",
+    an_activation(nn.Softmax(-1)): "its 'act_fn' does not act on each channel",
+    an_activation(of_channels): "its 'act_fn' does not act on each channel",
+    an_activation(OfBatch()): "its 'act_fn' does not act on each channel",
+    an_activation(nn.PReLU(dtype=torch.float64)): "its 'act_fn' does not act on each channel",
+    hook_before: "its 'down_proj' has a forward pre-hook",
+    hook_behind: "its 'act_fn' has a forward hook",
+    hook_of_gradients: "its 'up_proj' has a backward hook",
+    hook_of_a_rank: "its 'down_proj' has a forward hook",
+    an_activation(nn.Tanh()): "",
+    an_activation(torch.tanh): "",
+    hook_outside: "",
+}
+
+
+@pytest.mark.parametrize("prescaled", [False, True])
+@pytest.mark.parametrize("number", range(len(LEFT_WHOLE)))
+@pytest.mark.sample(12)
+@on_ranks(2, timeout_s=120)
+def test_a_module_of_a_family_that_is_changed_is_left_whole(number, prescaled, monkeypatch):
+    change, reason = list(LEFT_WHOLE.items())[number]
+    families.compute_in_float64(monkeypatch, "llama")
+    split_over_all_ranks(prescaled_batch=prescaled)
+    net = families.made("llama")
+    change(net.model.layers[1].mlp)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = WholeJob(
+            net,
+            families.next_token_loss,
+            lambda rank, step: families.tokens(rank * (not prescaled), step),
+        )
+    reasons = {one.path: one.reason for one in job.model._smp_split}
+    path = "model.layers.1.mlp"
+    if change is hook_of_a_rank and smp.rank() == 0:
+        reason = "it is changed on another rank"
+    assert reasons[path].startswith(reason) and bool(reasons[path]) == bool(reason)
+    warned = [str(w.message) for w in caught if "left whole" in str(w.message)]
+    assert len(warned) == bool(reason)
+    assert all(f"'{path}' is left whole: {reason}" in message for message in warned)
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()
+
+
+@on_ranks(4, timeout_s=120)
+def test_a_hook_of_one_rank_of_a_pipeline(monkeypatch):
+    """All stages and replicas of them leave the same modules whole."""
+    families.compute_in_float64(monkeypatch, "llama")
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
+    net = families.made("llama")
+    hook_of_a_rank(net.model.layers[0].mlp)
+    job = WholeJob(net, families.next_token_loss, families.tokens)
+    left = [one.path for one in job.model._smp_split if one.reason]
+    assert left == ["model.layers.0.mlp"]
+    job.step(0)
+
+
+@on_ranks(2, timeout_s=120)
+def test_a_leaf_with_another_forward_is_left_whole():
+    split_over_all_ranks()
+    net = net_of(nn.Embedding, nn.Linear, True)
+    net.head.forward = types.MethodType(
+        lambda self, x: F.linear(x, of_channels(self.weight)), net.head
+    )
+    job = WholeJob(net, cross_entropy, lambda r, s: ids_of(r, s, False))
+    reasons = {one.path: one.reason for one in job.model._smp_split}
+    assert reasons["head"] == "it has another forward than its class"
+    assert reasons["embedding"].startswith("it shares its weight with a Linear: it has another")
+    job.step(0)
+
+
+LATER = {
+    hook_before: "down_proj' has a forward pre-hook",
+    an_activation(nn.Softmax(-1)): "act_fn' is another module than before",
+    another_forward_inside: "down_proj' has another forward than its class",
+}
+
+
+@pytest.mark.parametrize("number", range(len(LATER)))
+@on_ranks(2, 4, timeout_s=120)
+def test_what_is_changed_inside_of_what_is_split_already_is_refused(number, monkeypatch):
+    change, what = list(LATER.items())[number]
+    families.compute_in_float64(monkeypatch, "llama")
+    stages = int(os.environ["OMPI_COMM_WORLD_SIZE"]) // 2
+    smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": stages})
+    job = WholeJob(families.made("llama"), families.next_token_loss, families.tokens)
+    mlp = job.net.model.layers[0].mlp
+    mlp.register_forward_hook(lambda *_: None)
+    job.step(0)
+    change(mlp)
+    with pytest.raises(RuntimeError, match=f"'model.layers.0.mlp.{what}"):
+        job.step(1)

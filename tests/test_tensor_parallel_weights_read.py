@@ -406,3 +406,42 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inside(x)
+
+
+class Scaled(nn.Module):
+    """Calls a linear with another weight in the place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.linear = nn.Linear(WIDTH, INNER)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        weights = {"weight": self.linear.weight * self.scale * x.detach().mean()}
+        return torch.func.functional_call(self.linear, weights, (x,)) + self.linear(x)
+
+
+@pytest.mark.parametrize("by_rows", [False, True], ids=["by columns", "by rows"])
+@on_ranks(2, 3)
+def test_a_call_with_another_weight_takes_its_slice(by_rows):
+    split_over_all_ranks(prescaled_batch=True)
+    torch.set_default_dtype(torch.float64)
+    net = Scaled()
+    smp.set_tensor_parallelism(net.linear, by_outputs=by_rows)
+    job = WholeJob(net, squares, alike)
+    for step in range(2):
+        job.step(step)
+    job.check_parameters()
+
+
+@on_ranks(2)
+def test_a_call_with_another_weight_on_other_samples_is_refused():
+    split_over_all_ranks()
+    net = Scaled()
+    smp.set_tensor_parallelism(net.linear)
+    model = smp.DistributedModel(net)
+    message = r"'linear' .* \[9, 7\] in the place of its 'weight'"
+    with pytest.raises(NotImplementedError, match=message):
+        model(*batch(smp.rank(), 0))

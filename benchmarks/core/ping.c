@@ -17,7 +17,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "comm/transport/card.h"
 #include "common/clock.h"
 

@@ -9,12 +9,12 @@
 #define SMP_NS_PER_MS 1000000LL
 #define SMP_NS_PER_S 1000000000LL
 
-/* A deadline that never comes. */
+/* No deadline. */
 #define SMP_NEVER INT64_MAX
 
 int64_t smp_clock_ns(void);
 
-/* timeout_ns from now; SMP_NEVER for a negative one.  Inline: a test that moves
+/* timeout_ns from now; SMP_NEVER for a negative one.  Inline: a test's own
  * smp_clock_ns() moves deadlines too. */
 static inline int64_t
 smp_clock_deadline(int64_t timeout_ns)

@@ -1,4 +1,4 @@
-/* Until when somebody waits, and who may end that before. */
+/* The end of a wait, and a function to end the wait earlier. */
 #ifndef SMP_COMMON_DEADLINE_H
 #define SMP_COMMON_DEADLINE_H
 
@@ -8,12 +8,12 @@
 #include "common/clock.h"
 #include "common/status.h"
 
-/* Whoever waits with it looks at least this often. */
+/* A thread waiting with it looks at least this often. */
 #define SMP_DEADLINE_LOOK_NS (20 * SMP_NS_PER_MS)
 
 typedef struct {
     int64_t at_ns;               /* of smp_clock_ns() */
-    bool (*gives_up)(void *arg); /* asked by the thread that waits; or NULL */
+    bool (*gives_up)(void *arg); /* asked by the waiting thread; or NULL */
     void *arg;                   /* borrowed */
 } smp_deadline;
 
@@ -41,8 +41,8 @@ smp_deadline_ms(const smp_deadline *deadline, int64_t until_ns)
     return (int)((left < longest ? left : longest) / SMP_NS_PER_MS) + 1;
 }
 
-/* Half of the time, so that a network that swallows everything leaves the other half to
- * the transports that come after. */
+/* Half of the time, so that a network without an answer leaves the other half to the
+ * next transports. */
 static inline smp_deadline
 smp_deadline_half(const smp_deadline *deadline)
 {

@@ -1,6 +1,6 @@
-/* The fork handlers and what waits for forked children to end.
+/* The fork handlers, and the callbacks deferred until forked children end.
  *
- * A fork's children hold the write end of a pipe made just before it; the pipe hangs
+ * A fork's children hold the write end of a pipe made just before it.  The pipe hangs
  * up when the last of them (and of their children) has exited or run exec.
  */
 #define _GNU_SOURCE
@@ -15,7 +15,7 @@
 
 #include "common/lock.h"
 
-/* Descriptors of ours, or pipes of forks whose children live. */
+/* Descriptors of ours, or pipes of forks with living children. */
 #define FORK_GROW 32
 
 typedef struct waiting {
@@ -43,7 +43,7 @@ static size_t       fds_room;
 static living_fork *forks; /* owned: forks[0 .. nforks), room for forks_room */
 static size_t       nforks;
 static size_t       forks_room;
-static uint32_t     unwatched; /* the last fork whose children's end nobody will see */
+static uint32_t     unwatched; /* the last fork without a pipe to its children */
 static waiting     *waiters;   /* owned */
 static int          fork_pipe[2] = {-1, -1}; /* between prepare and parent or child */
 
@@ -65,7 +65,7 @@ grow(void **array, size_t element, size_t count, size_t *room)
     return true;
 }
 
-/* Forgets the forks whose children have ended.  Caller holds the lock. */
+/* Forgets the forks without living children.  Caller holds the lock. */
 static void
 reap_forks(void)
 {
@@ -98,7 +98,8 @@ child_sees(uint32_t since)
     return false;
 }
 
-/* Takes what no child sees any more out of the list.  Caller holds the lock. */
+/* Takes the entries out of the list that no child sees any more.  Caller holds the
+ * lock. */
 static waiting *
 take_ready(void)
 {
@@ -131,7 +132,7 @@ run_all(waiting *ready)
     }
 }
 
-/* Held over the fork, so that no other thread's list is half written in the child. */
+/* Held over the fork: another thread's list would be half written in the child. */
 static void
 before_fork(void)
 {
@@ -160,7 +161,7 @@ after_fork_in_parent(void)
     smp_lock_release(&lock);
 }
 
-/* The child keeps fork_pipe[1] open for as long as it lives: that is its purpose. */
+/* The child keeps fork_pipe[1] open for as long as it lives. */
 static void
 after_fork_in_child(void)
 {

@@ -1,15 +1,15 @@
-/* What fork() means to shared memory.
+/* Shared memory and fork().
  *
  * A forked child (a DataLoader worker) inherits our mappings and descriptors but
  * none of our threads.  Three rules follow.
  *
- *   1. The child never writes to the job's shared memory: its copies of our objects
- *      die too, and their blocks are the parent's.  Whoever holds a thing remembers
- *      smp_fork_generation(), which differs in the child.
+ *   1. The child never writes to the job's shared memory: its copies of our objects die
+ *      too, and their blocks are the parent's.  An object's holder remembers
+ *      smp_fork_generation(): the child's differs.
  *   2. The child keeps none of our descriptors, or a dead parent would look alive to
  *      its peers: smp_fork_close_in_child().
- *   3. A block that lived at the fork is not given back while a child that sees it
- *      lives, because shared memory is not copied on write: smp_fork_defer().
+ *   3. A block alive at the fork is not given back while a child maps it, because
+ *      shared memory is not copied on write: smp_fork_defer().
  *
  * Threads  any.
  */
@@ -27,7 +27,7 @@ smp_status smp_fork_init(void);
 /* Differs between a process and its forked children. */
 uint32_t smp_fork_generation(void);
 
-/* How many forks this process has made. */
+/* The number of this process's forks. */
 uint32_t smp_fork_epoch(void);
 
 /* Until smp_fork_forget_fd(fd), a forked child closes its copy.  Call forget before
@@ -35,12 +35,12 @@ uint32_t smp_fork_epoch(void);
 smp_status smp_fork_close_in_child(int fd);
 void       smp_fork_forget_fd(int fd);
 
-/* A thing that has lived since fork number `epoch` is to be given back.  True: a
- * child may still see it, so `give_back(arg)` runs later, from smp_fork_sweep() or
- * another thread's smp_fork_defer().  False: nobody else does, the caller goes on. */
+/* Called before an object created at fork number `epoch` is given back.  True: a child
+ * may still see it, and `give_back(arg)` runs later, from smp_fork_sweep() or another
+ * thread's smp_fork_defer().  False: no child does; the caller gives it back. */
 bool smp_fork_defer(uint32_t epoch, void (*give_back)(void *), void *arg);
 
-/* Runs what waited for children that have ended.  True: something still waits. */
+/* Runs the callbacks of ended children.  True: some are left. */
 bool smp_fork_sweep(void);
 
 #endif

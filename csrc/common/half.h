@@ -26,7 +26,7 @@ smp_f32_of_bits(uint32_t bits)
     return value;
 }
 
-/* Signalling NaNs become quiet, as on processors that convert by themselves. */
+/* Signalling NaNs become quiet, as in the conversions of processors. */
 static inline float
 smp_f16_to_f32(uint16_t half)
 {

@@ -1,4 +1,4 @@
-/* Which vector instructions this processor has; kernels come in one set for each.
+/* The processor's vector instructions; each kind has a set of kernels.
  *
  * Threads  any.
  */
@@ -9,7 +9,7 @@
 
 typedef enum {
     SMP_ISA_SCALAR, /* plain C */
-    SMP_ISA_AVX2,   /* AVX2, FMA and F16C, which come together */
+    SMP_ISA_AVX2,   /* with FMA and F16C */
     SMP_ISA_AVX512, /* AVX-512 F, BW, DQ and VL */
     SMP_ISAS
 } smp_isa;

@@ -15,7 +15,7 @@
 _Atomic bool smp_jitter_on;
 
 static _Atomic uint64_t       seed;
-static _Atomic uint64_t       threads; /* that have drawn */
+static _Atomic uint64_t       threads; /* those with a draw so far */
 static _Thread_local uint64_t state;   /* 0: this thread has not drawn */
 
 /* xorshift64* [Vigna 2014]. */

@@ -1,9 +1,9 @@
 /* Random delays where threads and ranks hand something over, for tests.
  *
- * A result that depends on timing shows up sooner when the timing is random.  Off
- * unless the environment has SMP_JITTER, a number from which the delays follow; a call
- * then does nothing, spins for microseconds, or sleeps for up to a fifth of a
- * millisecond.  It does not yield: beside a busy process that costs milliseconds.
+ * Random timing shows a result's dependence on timing sooner.  Off unless the
+ * environment has SMP_JITTER, the seed of the delays.  A call then does nothing, spins
+ * for microseconds, or sleeps for up to a fifth of a millisecond.  It does not yield: a
+ * yield costs milliseconds beside a busy process.
  *
  * Threads  init: before other threads call jitter.  jitter: any, also with locks held.
  */

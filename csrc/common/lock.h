@@ -1,7 +1,7 @@
 /* Locks with a rank: the order in which a thread may take them is one list.
  *
- * Debug builds assert that a thread takes locks only downwards in the list, so a
- * lock-order deadlock stops the first test that could run into it.
+ * Debug builds assert that a thread takes locks only downwards in the list, so the
+ * first test with a possible lock-order deadlock stops.
  *
  * Never hold one while calling Python, MPI, CUDA or a function out of a table.
  */
@@ -14,16 +14,16 @@
 typedef enum {
     SMP_LOCK_QUEUES,   /* comm: the queues of the groups                */
     SMP_LOCK_MAILBOX,  /* comm: tensors from rank to rank               */
-    SMP_LOCK_PEER,     /* comm: what is on its way to one peer          */
+    SMP_LOCK_PEER,     /* comm: data on its way to one peer */
     SMP_LOCK_ARENA,    /* comm: the own arena's books                   */
-    SMP_LOCK_DEVICES,  /* comm: device pools that have ended             */
+    SMP_LOCK_DEVICES,  /* comm: ended device pools */
     SMP_LOCK_POST,     /* comm: messages for groups                     */
-    SMP_LOCK_INBOX,    /* comm: messages and blocks that have arrived   */
-    SMP_LOCK_OUTBOX,   /* comm: blocks that wait for a socket           */
+    SMP_LOCK_INBOX,    /* comm: arrived messages and blocks */
+    SMP_LOCK_OUTBOX,   /* comm: blocks queued for a socket */
     SMP_LOCK_REGISTRY, /* comm: the list of transports                  */
-    SMP_LOCK_FORK,     /* comm: what a forked child must not touch      */
+    SMP_LOCK_FORK,     /* comm: entries that a forked child must not touch */
     SMP_LOCK_WATCHDOG, /* server: the watchdog is to end                */
-    SMP_LOCK_BOARD,    /* server: what the rank does and waits for      */
+    SMP_LOCK_BOARD,    /* server: the rank's work and waits */
     SMP_NLOCKS
 } smp_lock_rank;
 

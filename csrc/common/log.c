@@ -20,12 +20,12 @@ static const char *const names[] = {"off", "warn", "info", "debug"};
 static _Atomic int asked = UNREAD; /* an smp_log_level */
 static _Atomic int number = -1;    /* of this rank */
 
-/* What waits for the script.  NONE -> WRITING -> WAITING -> READING -> NONE */
+/* The warning kept for the script.  NONE -> WRITING -> WAITING -> READING -> NONE */
 enum { NONE, WRITING, WAITING, READING };
 static _Atomic int warning_state = NONE;
-static char warning[SMP_WARNING_BYTES]; /* of whoever has it WRITING or READING */
+static char        warning[SMP_WARNING_BYTES]; /* of the thread WRITING or READING it */
 
-/* What is no level is taken for warn, and told. */
+/* Another text is taken for warn, with a line of its own. */
 void
 smp_log_init(void)
 {
@@ -86,7 +86,7 @@ smp_log(smp_log_level level, const char *format, ...)
     at = at < TEXT_BYTES ? at : TEXT_BYTES - 1;
     line[at++] = '\n';
     if (write(STDERR_FILENO, line, (size_t)at) < 0) {
-        atomic_store(&asked, SMP_LOG_OFF); /* nobody reads */
+        atomic_store(&asked, SMP_LOG_OFF); /* no reader */
     }
     errno = error;
 }

@@ -1,6 +1,6 @@
-/* What happened that is nobody's error and explains others: lines on stderr.
+/* Lines on stderr: events that are no errors, but explain them.
  *
- * SMP_LOG in the environment is warn, info or debug: lines of that level and the graver
+ * SMP_LOG in the environment is warn, info or debug: lines of this level and of graver
  * ones.  Without it nothing is written.  A line has the time of day, in UTC, and the
  * rank:
  *
@@ -16,7 +16,7 @@
 typedef enum {
     SMP_LOG_OFF,
     SMP_LOG_WARN,  /* something works worse than it could */
-    SMP_LOG_INFO,  /* what was decided, once in a job or for a peer */
+    SMP_LOG_INFO,  /* decisions, once in a job or for a peer */
     SMP_LOG_DEBUG, /* for each tensor or message */
 } smp_log_level;
 
@@ -26,21 +26,21 @@ void smp_log_init(void);
 /* Whether lines of this level are written. */
 bool smp_log_has(smp_log_level level);
 
-/* Whose lines these are from now on; negative: the process's number stands for it. */
+/* The rank in all lines from now on; negative: the process's number instead. */
 void smp_log_rank(int rank);
 
-/* Leaves errno as it is; what goes beyond 1,000 bytes is cut. */
+/* Leaves errno as it is; cuts a text at 1,000 bytes. */
 void smp_log(smp_log_level level, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
 /* Room for one warning. */
 #define SMP_WARNING_BYTES 512
 
-/* A line of level warn, kept for the script as well: Python raises it as a warning the
- * next time that it looks.  While one waits, later ones are lines alone. */
+/* A line of level warn, kept for the script as well: Python raises it as a warning at
+ * its next look.  Until then, later warnings are lines alone. */
 void smp_warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* The warning that waits, which is taken; false: none. */
+/* Takes the kept warning; false: none. */
 bool smp_warning_take(char text[SMP_WARNING_BYTES]);
 
 #endif

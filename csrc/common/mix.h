@@ -1,4 +1,4 @@
-/* A number out of two, for numbers that follow from others. */
+/* A number derived from two others. */
 #ifndef SMP_COMMON_MIX_H
 #define SMP_COMMON_MIX_H
 

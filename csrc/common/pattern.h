@@ -1,7 +1,7 @@
-/* A pattern that is sent over a path before messages are, to see whether it arrives.
+/* A pattern sent over a path before the first message, as a test.
  *
- * Every eight bytes depend on a seed and on their place, so that wrong, moved, missing
- * and stale bytes differ.
+ * Every eight bytes depend on a seed and on their place, so wrong, moved, missing and
+ * stale bytes differ.
  *
  * Threads  any.
  */

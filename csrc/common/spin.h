@@ -1,8 +1,8 @@
-/* What a thread does between two looks at memory for which it keeps its core. */
+/* Spinning: a thread keeps its core between two looks at memory. */
 #ifndef SMP_COMMON_SPIN_H
 #define SMP_COMMON_SPIN_H
 
-/* Tells the processor that it spins. */
+/* Tells the processor of the spinning. */
 static inline void
 smp_spin_pause(void)
 {

@@ -1,8 +1,8 @@
-/* What a call of the core returns.
+/* The status returned by a call of the core.
  *
- * Every function of the core that can fail returns an smp_status.  Outputs are
- * written only on SMP_OK.  Only the function that first decides on an error logs
- * it.  A broken internal rule is an assert, never a status.
+ * A fallible function of the core returns an smp_status.  Outputs are written only on
+ * SMP_OK.  Only the function first to decide on an error logs it.  A broken internal
+ * rule is an assert, never a status.
  */
 #ifndef SMP_COMMON_STATUS_H
 #define SMP_COMMON_STATUS_H
@@ -19,6 +19,7 @@
     X(SMP_ERR_MALFORMED, "bytes that no rank of this job wrote")                       \
     X(SMP_ERR_INVALID, "invalid argument")                                             \
     X(SMP_ERR_MISMATCH, "the ranks do not call the same")                              \
+    X(SMP_ERR_SIZES, "the ranks assume other sizes")                                   \
     X(SMP_ERR_UNREACHABLE, "no transport reaches that rank")                           \
     X(SMP_ERR_LIMIT, "no more at a time")                                              \
     X(SMP_ERR_SYSTEM, "the system refused")
@@ -32,14 +33,14 @@ typedef enum {
 /* "SMP_ERR_CLOSED"; static storage. */
 const char *smp_status_name(smp_status status);
 
-/* "closed"; static storage.  Of SMP_ERR_SYSTEM with what smp_status_refused() noted on
- * this thread, until it notes something else. */
+/* "closed"; static storage.  For SMP_ERR_SYSTEM with the reason last noted by
+ * smp_status_refused() on this thread. */
 const char *smp_status_text(smp_status status);
 
-/* SMP_ERR_SYSTEM, after a call that has set errno: notes why the system refused. */
+/* Notes errno's reason, after a refused system call.  SMP_ERR_SYSTEM. */
 smp_status smp_status_refused(void);
 
-/* What this thread has noted is of an earlier operation. */
+/* Drops the noted reason: it belongs to an earlier operation. */
 void smp_status_forget(void);
 
 #endif

@@ -1,6 +1,6 @@
 /* Threads of the core, and waiting for each other under a lock.
  *
- * Who includes it has defined _GNU_SOURCE.
+ * _GNU_SOURCE is defined before the inclusion.
  */
 #ifndef SMP_COMMON_THREAD_H
 #define SMP_COMMON_THREAD_H
@@ -13,8 +13,8 @@
 #include "common/lock.h"
 #include "common/status.h"
 
-/* Starts a thread with that name (at most 15 bytes), which the caller joins.  Signals
- * are the other threads' business.  SMP_ERR_NO_THREAD. */
+/* Starts a thread with that name (at most 15 bytes), to be joined by the caller.  The
+ * thread blocks all signals.  SMP_ERR_NO_THREAD. */
 static inline smp_status
 smp_thread_start(pthread_t *thread, const char *name, void *(*run)(void *), void *arg)
 {
@@ -45,8 +45,7 @@ smp_cond_init(pthread_cond_t *cond)
     pthread_condattr_destroy(&monotonic);
 }
 
-/* Waits for the condition, which goes with the lock that is held, at most until
- * until_ns (smp_clock_ns). */
+/* Waits for the condition of the held lock, until_ns (smp_clock_ns) at the latest. */
 static inline void
 smp_cond_wait(pthread_cond_t *cond, smp_lock *lock, int64_t until_ns)
 {

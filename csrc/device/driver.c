@@ -55,7 +55,7 @@ static smp_driver     table;
 static bool           loaded;
 static char           missing[SMP_DRIVER_TEXT];
 
-/* Of smp_driver_enter(). */
+/* State of smp_driver_enter(). */
 static _Thread_local int depth;
 static _Thread_local int capture_before; /* the outermost found this */
 

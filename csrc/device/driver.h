@@ -1,8 +1,8 @@
-/* The functions of the GPU's driver that the core calls, found at run time.
+/* The GPU driver's functions for the core, found at run time.
  *
- * The library is libcuda.so.1, or the one that SMP_CUDA_LIBRARY names: the tests'
- * stand-in (tests/core/stand_in.c).  Nothing is linked, so the core works where there
- * is no driver.
+ * The library is libcuda.so.1, or the one named by SMP_CUDA_LIBRARY: the tests'
+ * stand-in (tests/core/stand_in.c).  Nothing is linked, so the core works without a
+ * driver.
  *
  * Threads  any.
  * Source   CUDA Driver API reference: names, types and values, the last as comments
@@ -15,7 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Room for what went wrong, in words. */
+/* Room for a failure's text. */
 #define SMP_DRIVER_TEXT 160
 
 /* A memory or event of this process, for another one (CUipcMemHandle). */
@@ -23,7 +23,7 @@ typedef struct {
     uint8_t bytes[64];
 } smp_driver_handle;
 
-/* CUresult, of which these are ours to know. */
+/* Values of CUresult used here. */
 enum { SMP_DRIVER_OK = 0, SMP_DRIVER_NOT_READY = 600 };
 
 enum {
@@ -34,12 +34,12 @@ enum {
     SMP_DRIVER_CAPTURE_RELAXED = 2, /* CU_STREAM_CAPTURE_MODE_RELAXED */
 };
 
-/* The driver shares memory with other processes in blocks of this size: what is smaller
- * would take others' allocations along.  [CUDA programming guide, interprocess
+/* The driver shares memory with other processes in blocks of this size: a smaller
+ * allocation would take others along.  [CUDA programming guide, interprocess
  * communication] */
 #define SMP_DRIVER_BLOCK ((size_t)2 << 20)
 
-/* So many whole blocks that `bytes` fit into them, in bytes. */
+/* The size in bytes of the whole blocks around `bytes`. */
 static inline size_t
 smp_driver_blocks(size_t bytes)
 {
@@ -87,10 +87,10 @@ typedef struct {
  * ever after: there is none, and `why` says why. */
 const smp_driver *smp_driver_load(char why[SMP_DRIVER_TEXT]);
 
-/* Makes the context the thread's, and its calls no concern of a capture (of a CUDA
- * graph): that would end at an allocation or a query from here, also in another thread.
- * smp_driver_leave(), by the same thread, undoes both; pairs may be nested.  False:
- * `why` says what failed, and there is nothing to leave. */
+/* Makes the context the thread's, and exempts its calls from a capture (of a CUDA
+ * graph): an allocation or a query from here would end the capture, also another
+ * thread's.  smp_driver_leave(), by the same thread, undoes both; pairs may be nested.
+ * False: nothing to leave; `why` names the failure. */
 bool smp_driver_enter(const smp_driver *driver, void *context,
                       char why[SMP_DRIVER_TEXT]);
 
@@ -105,12 +105,12 @@ bool smp_driver_ok(const smp_driver *driver, const char *call, int result,
                    char why[SMP_DRIVER_TEXT]);
 
 /* Waits until the stream has nothing more to do, until_ns (smp_clock_ns) at the latest:
- * SMP_DRIVER_OK; SMP_DRIVER_NOT_READY: it still has; or what the device says.  The
+ * SMP_DRIVER_OK; SMP_DRIVER_NOT_READY: it still has; or the device's error.  The
  * context is current, as below. */
 int smp_driver_rest(const smp_driver *driver, void *stream, int64_t until_ns);
 
-/* An event that other processes can open by the handle.  False: `why` says what failed,
- * and there is none. */
+/* An event, and the handle for other processes to open it.  False: none; `why` names
+ * the failure. */
 bool smp_driver_share_event(const smp_driver *driver, void **event,
                             smp_driver_handle *handle, char why[SMP_DRIVER_TEXT]);
 

@@ -1,6 +1,6 @@
-/* The alternative where highest averages leave several segments of some size without
- * a device: all of them would sit with the parent, whose device then has a multiple
- * of the mean.
+/* The alternative where highest averages leave several segments of some size without a
+ * device: all of them would sit with the parent, on a device with a multiple of the
+ * mean.
  *
  * As in segment.c the least bound is searched for; whether one suffices shows by
  * filling device after device.

@@ -9,11 +9,11 @@
 #include <stdint.h>
 
 /* Cuts `items` items into consecutive segments and gives each a number of devices, so
- * that the greatest load of a device is small.  Item i costs prefix[i + 1] - prefix[i];
- * one that costs more than that load is divided over several devices, capacity[i] at
- * most, and its first device may hold items before it as well; the first device
- * carries `front` already.  Where no capacity is reached, no other such cut has a
- * smaller greatest load.
+ * that the greatest load of a device is small.  Item i costs prefix[i + 1] - prefix[i].
+ * An item above that load is divided over several devices, capacity[i] at most, and its
+ * first device may hold earlier items as well.  The first device carries `front`
+ * already.  Where no capacity is reached, no other such cut has a smaller greatest
+ * load.
  *
  * Returns the number of segments, at most `devices`; segment s is the items cut[s] ..
  * cut[s + 1] - 1 on seats[s] devices.  The first segment is empty where nothing fits

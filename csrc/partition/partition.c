@@ -10,7 +10,7 @@
 #include "partition/scratch.h"
 #include "partition/tree.h"
 
-/* All that lies in the scratch. */
+/* The contents of the scratch. */
 typedef struct {
     smp_tree  tree;
     smp_place place;

@@ -1,12 +1,12 @@
-/* Partition: which device of the pipeline each module of a model sits on.
+/* Partition: each module's device in the pipeline.
  *
  * A model comes in as flat arrays, a decision goes out.  Modules joined by a shared
- * parameter form one node; the nodes form a tree; the devices of a node are divided
- * among its children in proportion to their cost, children that run one after the
- * other staying together.  [paper 4.5, C; docs/partition.md]
+ * parameter form one node; the nodes form a tree.  The devices of a node are divided
+ * among its children in proportion to their cost.  Children that run one after the
+ * other stay together.  [paper 4.5, C; docs/partition.md]
  *
- * Ownership  Every array is the caller's: inputs are read, outputs filled.  All
- *            memory the decision needs is handed in as `scratch`.
+ * Ownership  Every array is the caller's: inputs are read, outputs filled.  The
+ *            decision's memory is handed in as `scratch`.
  * Threads    Any; no state outside the arguments.
  * Errors     Only the statuses named below.  Outputs are written only on SMP_OK.
  * Equality   The same input gives the same decision everywhere: costs are rounded to
@@ -24,24 +24,24 @@
 typedef struct {
     int32_t *device;   /* [nmodules] */
     int32_t *node;     /* [nmodules] or NULL: number of the node it belongs to */
-    double  *own_cost; /* [nmodules] or NULL: its part of a model that costs 1; a
-                          shared parameter is charged to the first of its users */
-    double *cost;      /* [devices] or NULL: sum of own_cost of what sits there */
+    double  *own_cost; /* [nmodules] or NULL: its part of a model's cost of 1; a shared
+                          parameter is charged to the first of its users */
+    double *cost;      /* [devices] or NULL: sum of own_cost of its modules */
 } smp_partition_output;
 
-/* Bytes of scratch, 8-byte aligned, that smp_partition_decide() needs for an input
- * with these counts; reads no array. */
+/* Bytes of scratch, 8-byte aligned, for smp_partition_decide() of an input with these
+ * counts; reads no array. */
 size_t smp_partition_scratch_bytes(const smp_partition_input *input);
 
 /* Decides.  SMP_ERR_NO_MEMORY: scratch is too small.  SMP_ERR_INVALID: an index or
- * number out of range, and conflict[0] == -1; or two modules that share a parameter
- * are pinned to different devices, and they are conflict[0] and conflict[1]. */
+ * number out of range, and conflict[0] == -1; or modules conflict[0] and conflict[1]
+ * share a parameter and are pinned to different devices. */
 smp_status smp_partition_decide(const smp_partition_input *input, void *scratch,
                                 size_t scratch_bytes, smp_partition_output *output,
                                 int32_t conflict[2]);
 
-/* A number for the ranks to compare: of the devices of all modules and of `names`,
- * any bytes that tell the modules apart (their paths). */
+/* A number for the ranks to compare: of the devices of all modules and of `names`, any
+ * bytes unique to the modules (their paths). */
 uint64_t smp_partition_hash(const int32_t *device, int32_t nmodules, const void *names,
                             size_t names_bytes);
 

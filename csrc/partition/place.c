@@ -1,10 +1,10 @@
 /* The tree partitioning algorithm, breadth first, without recursion.
  *
  * A node has a range of devices and sits on the first of them.  The range is divided
- * among its children: cut into segments of nearly equal cost, devices shared among
- * the segments, and again for a segment with several devices and nodes.  What the
- * first device carries already (the node's own cost, and that of ancestors there)
- * is the front of the row, as a load of the first segment.  [paper 4.5, C.4]
+ * among its children: cut into segments of nearly equal cost, devices shared among the
+ * segments, and again for a segment with several devices and nodes.  The first device's
+ * earlier load (the node's own cost, and its ancestors' there) is the front of the row:
+ * a load of the first segment.  [paper 4.5, C.4]
  */
 #include "partition/place.h"
 
@@ -51,8 +51,8 @@ smp_place_lay_out(smp_place *place, const smp_partition_input *input,
     lay_out_division(&place->packed, devices, scratch);
 }
 
-/* Sums over the subtrees, children before parents: are there parameters, pins, and
- * how many nodes with parameters that are not pinned. */
+/* Sums over the subtrees, children before parents: parameters, pins, and the number of
+ * nodes with parameters and without a pin. */
 static void
 look_below(smp_place *place, const smp_tree *tree)
 {
@@ -70,9 +70,9 @@ look_below(smp_place *place, const smp_tree *tree)
     }
 }
 
-/* Decides which nodes ride, and with whom: with the parent, or in a chain with the
- * child before it, so that a chain does not go back to the parent for an activation
- * function between two layers of another device. */
+/* Decides which nodes ride with another: with the parent, or in a chain with the child
+ * before.  So a chain does not go back to the parent for an activation function between
+ * two layers of another device. */
 static void
 find_hosts(smp_place *place, const smp_tree *tree)
 {
@@ -96,8 +96,8 @@ find_hosts(smp_place *place, const smp_tree *tree)
     }
 }
 
-/* The device of a node that has nothing to place below it: that of its first child,
- * so that a container of pinned modules is called where they are. */
+/* The device of a node with nothing to place below: its first child's, so a container
+ * of pinned modules is called on their device. */
 static int32_t
 device_below(const smp_place *place, const smp_tree *tree, int32_t node)
 {
@@ -111,7 +111,7 @@ device_below(const smp_place *place, const smp_tree *tree, int32_t node)
     return 0; /* not reached: there is a pin below, or the node would ride */
 }
 
-/* Sets the devices of the nodes that are pinned, and what is left to place. */
+/* Sets the devices of pinned nodes, and counts the rest. */
 static void
 settle_pins(smp_place *place, const smp_partition_input *input, const smp_tree *tree)
 {
@@ -152,7 +152,7 @@ settle_pins(smp_place *place, const smp_partition_input *input, const smp_tree *
     }
 }
 
-/* Sets the devices of a node, of which it takes as many as it can use. */
+/* Sets the devices of a node: as many as it can use. */
 static void
 set_devices(smp_place *place, int32_t node, int32_t device, int32_t ndevices)
 {
@@ -184,22 +184,22 @@ give_all(smp_place *place, int32_t first, int32_t end, int32_t device)
     }
 }
 
-/* What the job's device number s carries before the row is divided. */
+/* The load of the job's device number s before the row is divided. */
 static int64_t
 load_before(const smp_place *place, const smp_place_job *job, int32_t s)
 {
     return s > 0 || job->front ? place->load[job->device + s] : 0;
 }
 
-/* Fills cost and capacity of the segments from the cuts.  `loads`: how many devices
- * count with what they carry, from the first on. */
+/* Fills cost and capacity of the segments from the cuts.  `loads`: the number of
+ * devices, from the first on, counted with their earlier load. */
 static void
 weigh(const smp_place *place, const smp_place_job *job, int32_t loads, smp_division *d)
 {
     const int64_t *prefix = place->prefix + job->first;
 
     for (int32_t s = 0; s < d->segments; s++) {
-        int64_t capacity = d->cut[s] == d->cut[s + 1]; /* for the load that is there */
+        int64_t capacity = d->cut[s] == d->cut[s + 1]; /* for the earlier load */
 
         for (int32_t i = d->cut[s]; i < d->cut[s + 1]; i++) {
             capacity += place->row_capacity[job->first + i];
@@ -211,7 +211,7 @@ weigh(const smp_place *place, const smp_place_job *job, int32_t loads, smp_divis
 }
 
 /* Cuts the job's row into a segment for each device, or for each node if these are
- * fewer, and shares the devices among the segments by highest averages. */
+ * fewer.  Shares the devices among the segments by highest averages. */
 static void
 cut_and_share(smp_place *place, const smp_place_job *job, int32_t loads)
 {
@@ -245,8 +245,8 @@ one_each(const smp_division *d)
     return true;
 }
 
-/* The greatest load of a device, if what has several devices divides evenly and what
- * has none sits on the first. */
+/* The greatest load of a device, if a segment with several divides evenly and one
+ * without sits on the first. */
 static int64_t
 greatest_load(const smp_division *d)
 {
@@ -268,7 +268,7 @@ greatest_load(const smp_division *d)
     return greatest;
 }
 
-/* What no division can be better than. */
+/* A lower bound of every division's greatest load. */
 static int64_t
 least_load(const smp_place *place, const smp_place_job *job)
 {
@@ -285,8 +285,8 @@ least_load(const smp_place *place, const smp_place_job *job)
     return front > least ? front : least;
 }
 
-/* The division of the job's devices: by highest averages, unless these leave so much
- * without a device that the first one would have a good deal more than it must. */
+/* The division of the job's devices: by highest averages, unless the segments then
+ * without a device would overload the first one. */
 static const smp_division *
 choose_division(smp_place *place, const smp_place_job *job)
 {
@@ -294,8 +294,8 @@ choose_division(smp_place *place, const smp_place_job *job)
     int64_t       greatest;
 
     /* With one device for each segment, each counts with its load.  If a segment
-     * deserves two, it is open which device stands for which segment, and only the
-     * first load is certain. */
+     * deserves two, the order of devices and segments is open, and only the first load
+     * is certain. */
     cut_and_share(place, job, job->ndevices);
     if (one_each(&place->shared)) {
         return &place->shared;
@@ -320,7 +320,7 @@ choose_division(smp_place *place, const smp_place_job *job)
     return d;
 }
 
-/* Takes devices from the front of the job that have their full share already. */
+/* Takes devices with a full share from the front of the job. */
 static void
 skip_full_devices(const smp_place *place, smp_place_job *job)
 {
@@ -338,11 +338,10 @@ skip_full_devices(const smp_place *place, smp_place_job *job)
     }
 }
 
-/* Divides the devices of one job among its row.  A segment that gets none goes to
- * the first device of the job; in a chain to that of the segment before it, where
- * its input comes from.  Pushes what must be divided again, and returns the new
- * height of the stack: that has fewer nodes, or as many and no front, so this comes
- * to an end whatever the costs. */
+/* Divides the devices of one job among its row.  A segment without one goes to the
+ * first device of the job; in a chain to the device of the segment before, its input's.
+ * Pushes the jobs to divide again, and returns the new height of the stack.  Each of
+ * these has fewer nodes, or as many and no front, so the loop ends at any costs. */
 static int32_t
 divide(smp_place *place, smp_place_job job, bool chain, int32_t height)
 {
@@ -358,7 +357,7 @@ divide(smp_place *place, smp_place_job job, bool chain, int32_t height)
     d = choose_division(place, &job);
     device = job.device;
     if (d->spare > 0 && load_before(place, &job, 0) > 0 && d->cut[1] > 0) {
-        device++; /* nobody needs the first more than what is there already */
+        device++; /* no segment needs the first more than its earlier load */
     }
     for (int32_t s = 0; s < d->segments; s++) {
         int32_t first = job.first + d->cut[s];
@@ -390,7 +389,7 @@ divide(smp_place *place, smp_place_job job, bool chain, int32_t height)
     return height;
 }
 
-/* Lists the node's children that need a device; returns how many. */
+/* Lists the node's children in need of a device; returns their number. */
 static int32_t
 fill_row(smp_place *place, const smp_tree *tree, int32_t node)
 {

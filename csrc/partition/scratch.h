@@ -1,7 +1,7 @@
-/* Scratch: arrays cut one after the other from memory that the caller gave.
+/* Scratch: arrays cut one after the other from the caller's memory.
  *
- * With base NULL nothing is handed out and `used` tells how much would be, so one
- * function both measures and lays out.
+ * With base NULL nothing is handed out and `used` grows all the same, so one function
+ * both measures and lays out.
  *
  * Ownership  The memory stays the caller's.
  * Threads    The caller's.

@@ -1,15 +1,15 @@
 /* Optimal contiguous segmentation.
  *
- * The recursion (3) of the paper costs segments * items^2.  The same optimum comes
- * from a search for the least load at which filling the segments from the left, each
- * as full as it goes, uses up all items: costs are integers, so the search ends at
- * it exactly, after about 40 fillings of segments * log(items) steps.  [paper C.4]
+ * The recursion (3) of the paper costs segments * items^2.  The same optimum comes from
+ * a search for the least load that all items fit under, with segments filled from the
+ * left: costs are integers, so the search ends at it exactly, after about 40 fillings
+ * of segments * log(items) steps.  [paper C.4]
  */
 #include "partition/segment.h"
 
 #include <stdbool.h>
 
-/* The greatest end of a segment that starts at `start` and holds at most `room`. */
+/* The greatest end of a segment from `start` with at most `room`. */
 static int32_t
 reach(const int64_t *prefix, int32_t items, int32_t start, int64_t room)
 {
@@ -29,7 +29,7 @@ reach(const int64_t *prefix, int32_t items, int32_t start, int64_t room)
     return low;
 }
 
-/* The least start of a segment that ends at `end` and holds at most `room`. */
+/* The least start of a segment up to `end` with at most `room`. */
 static int32_t
 reach_back(const int64_t *prefix, int32_t end, int64_t room)
 {
@@ -61,7 +61,7 @@ fits(const int64_t *prefix, int32_t items, const int64_t *preload, int32_t segme
     return at == items;
 }
 
-/* The least bound that fits. */
+/* The least fitting bound. */
 static int64_t
 least_bound(const int64_t *prefix, int32_t items, const int64_t *preload,
             int32_t segments)
@@ -93,8 +93,7 @@ least_bound(const int64_t *prefix, int32_t items, const int64_t *preload,
     return low;
 }
 
-/* The end in [low, high] that brings the segment from `start` nearest to `wanted`;
- * the first such. */
+/* The first end in [low, high] with a segment from `start` nearest to `wanted`. */
 static int32_t
 nearest(const int64_t *prefix, int32_t start, int32_t low, int32_t high, int64_t wanted)
 {
@@ -128,7 +127,7 @@ smp_segment(const int64_t *prefix, int32_t items, const int64_t *preload,
 {
     int64_t bound = least_bound(prefix, items, preload, segments);
     int64_t left = prefix[items] - prefix[0]; /* load not yet in a finished segment */
-    int32_t must = 0;                         /* segments that may not stay empty */
+    int32_t must = 0;                         /* segments never to stay empty */
 
     for (int32_t s = 0; s < segments; s++) {
         left += preload[s];

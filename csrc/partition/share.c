@@ -2,13 +2,12 @@
  * cost / (devices it has + 1).  Adding a device never takes one away from a segment,
  * so a bigger cluster gives a refined partition, not a different one.
  *
- * Algorithm 3 as printed divides by a counter shared by all segments, which is not
- * this method: costs of 0.8 and 0.2 on 8 devices give 5 and 3 there, 7 and 1 here.
- * [paper C.4]
+ * Algorithm 3 as printed differs: it divides by a counter shared by all segments, and
+ * costs of 0.8 and 0.2 on 8 devices give 5 and 3 there, 7 and 1 here.  [paper C.4]
  */
 #include "partition/share.h"
 
-/* The segment that deserves the next device, the first one on a tie; -1: none. */
+/* The next device's segment, the first one on a tie; -1: none. */
 static int32_t
 next_segment(const int64_t *cost, const int32_t *capacity, int32_t segments,
              const int32_t *seats)

@@ -10,11 +10,12 @@
 
 /* Gives `devices` devices to `segments` segments: seats[s] of them to segment s, at
  * most capacity[s], and none where the cost is 0.  Returns how many are left over
- * because nobody can use them.  cost[s] * (devices + 1) must fit into an int64_t. */
+ * because no segment can use them.  cost[s] * (devices + 1) must fit into an int64_t.
+ */
 int32_t smp_share_devices(const int64_t *cost, const int32_t *capacity,
                           int32_t segments, int32_t devices, int32_t *seats);
 
-/* The same for `devices` more, beside those that the segments have in seats[]. */
+/* The same for `devices` more, beside the segments' own in seats[]. */
 int32_t smp_share_more(const int64_t *cost, const int32_t *capacity, int32_t segments,
                        int32_t devices, int32_t *seats);
 

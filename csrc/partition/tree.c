@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* Of the radix sort. */
+/* A digit of the radix sort. */
 #define DIGIT_BITS 11
 #define DIGIT_VALUES (1 << DIGIT_BITS)
 
@@ -122,7 +122,7 @@ group_edges(smp_tree *tree, const smp_partition_input *input)
     start[0] = 0;
 }
 
-/* Gives every module its own pin or that of the parent on its first edge. */
+/* Gives every module its own pin or the pin of the parent on its first edge. */
 static smp_status
 inherit_pins(smp_tree *tree, const smp_partition_input *input)
 {
@@ -242,9 +242,8 @@ sort_by_digit(const int32_t *from, int32_t *to, int32_t count, const int64_t *ru
     }
 }
 
-/* Lists all nodes by their first execution, those that never ran behind, each in
- * definition order where that is equal; returns the list.  A radix sort, digit by
- * digit from the lowest. */
+/* Lists all nodes by their first execution, nodes without one behind, ties in
+ * definition order; returns the list.  A radix sort, digit by digit from the lowest. */
 static int32_t *
 sort_by_run(smp_tree *tree)
 {
@@ -277,9 +276,9 @@ sort_by_run(smp_tree *tree)
     return nodes;
 }
 
-/* Puts the children of every node into execution order; what never ran comes last,
- * in definition order.  A container that is never called itself (ModuleList) runs
- * when the first module in it does. */
+/* Puts the children of every node into execution order; nodes without a run come last,
+ * in definition order.  A container without calls of its own (ModuleList) runs with its
+ * first module. */
 static void
 order_children(smp_tree *tree, const smp_partition_input *input)
 {

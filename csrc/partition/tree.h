@@ -1,9 +1,9 @@
-/* The tree of nodes: modules that share parameters, joined, under one parent each.
+/* The tree of nodes: modules joined by shared parameters, under one parent each.
  *
  * Nodes are numbered breadth first from the root's node, so a parent has a smaller
- * number than its children and one pass in either direction needs no stack.
+ * number than its children.  One pass in either direction needs no stack.
  *
- * Ownership  The arrays lie in the scratch that smp_tree_lay_out() took them from.
+ * Ownership  The arrays lie in the scratch given to smp_tree_lay_out().
  * Threads    The caller's.
  */
 #ifndef SMP_PARTITION_TREE_H
@@ -18,7 +18,7 @@
 typedef struct {
     int32_t  nnodes;
     int32_t *node_of;       /* [nmodules] */
-    int32_t *parameter_of;  /* [nparameters]: the first module that uses it, or -1 */
+    int32_t *parameter_of;  /* [nparameters]: its first user, or -1 */
     int32_t *parent;        /* [nnodes]; -1 for the root's node */
     int32_t *first_child;   /* [nnodes]: children of i are children[first_child[i] ..
                                first_child[i] + nchildren[i]), in execution order */
@@ -44,9 +44,9 @@ typedef struct {
 void smp_tree_lay_out(smp_tree *tree, const smp_partition_input *input,
                       smp_scratch *scratch);
 
-/* Builds the tree of an input whose numbers are in range.  SMP_ERR_INVALID: a module
- * without an edge from a smaller one (conflict[0] == -1), or pins that contradict a
- * shared parameter (conflict: the two modules). */
+/* Builds the tree of an input with all numbers in range.  SMP_ERR_INVALID: a module
+ * without an edge from a smaller one (conflict[0] == -1), or different pins of a shared
+ * parameter's modules (conflict: two of them). */
 smp_status smp_tree_build(smp_tree *tree, const smp_partition_input *input,
                           int32_t conflict[2]);
 

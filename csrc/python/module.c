@@ -19,6 +19,7 @@
 #include "python/process/log_binding.h"
 #include "python/tp_kernels_binding.h"
 #include "python/values/codec_binding.h"
+#include "python/values/error.h"
 #include "python/values/torch_api.h"
 
 #ifdef __clang__
@@ -34,15 +35,16 @@
 static int
 module_exec(PyObject *module)
 {
-    if (smp_torch_load() < 0 || smp_session_binding_add(module) < 0 ||
-        smp_codec_add(module) < 0 || smp_nodes_add(module) < 0 ||
-        smp_step_add(module) < 0 || smp_call_add(module) < 0 ||
-        smp_serve_add(module) < 0 || smp_gradients_add_functions(module) < 0 ||
-        smp_python_add_comm(module) < 0 || smp_comm_add(module) < 0 ||
-        smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||
-        smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
-        smp_heap_add_functions(module) < 0 || smp_python_add_log(module) < 0 ||
-        smp_python_add_tp_kernels(module) < 0 || smp_lineup_add(module) < 0) {
+    if (smp_torch_load() < 0 || smp_error_add(module) < 0 ||
+        smp_session_binding_add(module) < 0 || smp_codec_add(module) < 0 ||
+        smp_nodes_add(module) < 0 || smp_step_add(module) < 0 ||
+        smp_call_add(module) < 0 || smp_serve_add(module) < 0 ||
+        smp_gradients_add_functions(module) < 0 || smp_python_add_comm(module) < 0 ||
+        smp_comm_add(module) < 0 || smp_group_add(module) < 0 ||
+        smp_mail_add(module) < 0 || smp_python_add_partition(module) < 0 ||
+        smp_watch_add_functions(module) < 0 || smp_heap_add_functions(module) < 0 ||
+        smp_python_add_log(module) < 0 || smp_python_add_tp_kernels(module) < 0 ||
+        smp_lineup_add(module) < 0) {
         return -1;
     }
     if (PyModule_AddStringConstant(module, "compiler", COMPILER) < 0 ||

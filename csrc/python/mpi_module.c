@@ -1,5 +1,5 @@
 /* smp._mpi: the MPI transport, in a shared object of its own so that the core needs no
- * MPI.  Its `transport` is a capsule that _core.register_transport() takes. */
+ * MPI.  Its `transport` is a capsule for _core.register_transport(). */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

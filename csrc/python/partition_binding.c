@@ -1,5 +1,5 @@
 /* Buffers in, bytes out: the arrays of smp_partition_decide() are array.array's,
- * numpy's or anyone's memory on the way in, and bytes on the way out. */
+ * numpy's or other memory on the way in, and bytes on the way out. */
 #define PY_SSIZE_T_CLEAN
 #include "python/partition_binding.h"
 
@@ -26,7 +26,7 @@ enum {
 
 typedef struct {
     const char *name;
-    const char *formats; /* struct codes of the element that are taken */
+    const char *formats; /* accepted struct codes of the element */
     Py_ssize_t  itemsize;
     bool        per_module; /* one element for each module, or None */
 } array_kind;
@@ -92,7 +92,7 @@ same_length(const Py_buffer *views, int a, int b)
     return false;
 }
 
-/* Sets the exception for a decision that was refused. */
+/* Sets the exception for a refused decision. */
 static void
 raise_refusal(PyObject *module, smp_status status, const int32_t conflict[2])
 {

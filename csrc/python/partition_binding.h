@@ -7,8 +7,8 @@
 
 #include <Python.h>
 
-/* Adds the two functions and _core.PartitionConflict, a ValueError whose `args` are
- * the numbers of two modules.  0, or -1 with an exception. */
+/* Adds the two functions and _core.PartitionConflict, a ValueError with the numbers of
+ * two modules as `args`.  0, or -1 with an exception. */
 int smp_python_add_partition(PyObject *module);
 
 #endif

@@ -1,5 +1,5 @@
 /* Tensors and numbers in, kernels of csrc/tp_kernels called.  Each function has the
- * arguments of its struct there, in that order, `dtype` and `scratch` apart. */
+ * arguments of its struct there, in its order, `dtype` and `scratch` apart. */
 #include "python/tp_kernels_binding.h"
 
 #include <stdlib.h>
@@ -13,7 +13,7 @@
 
 _Static_assert(sizeof(unsigned long long) == sizeof(uint64_t), "the format's K");
 
-/* What the kernels rely on. */
+/* The kernels rely on these bounds. */
 static void
 check_dropout(smp_tp_seen *see, const smp_tp_dropout *dropout)
 {
@@ -118,7 +118,7 @@ sight_of(smp_tp_seen *see, int causal, long long first_query,
     return (smp_tp_sight){causal != 0, first_query, queries, window};
 }
 
-/* Numbers of a tuple into `to`; how many, or -1 with an exception. */
+/* Reads a tuple's numbers into `to`; returns their count, or -1 with an exception. */
 static int
 sizes(PyObject *tuple, size_t to[SMP_TP_MASK_DIMS])
 {

@@ -1,10 +1,10 @@
 /* The kernels of tensor parallelism as Python sees them: _core.tp_*().
  *
- * Tensors are dense, all in host memory or on one GPU, float32, float16 or bfloat16;
- * outputs are written in place, on a GPU behind what its current stream has.  What is
- * not so raises, and smp/tensor_parallel/kernels.py does not let it come here.
+ * Tensors are dense, all in host memory or on one GPU, float32, float16 or bfloat16.
+ * Outputs are written in place, on a GPU behind the work of its current stream.
+ * Another tensor raises, and smp/tensor_parallel/kernels.py passes none.
  *
- * Threads    With the GIL, which is given away while a kernel runs.
+ * Threads    With the GIL, given away while a kernel runs.
  */
 #ifndef SMP_PYTHON_TP_KERNELS_BINDING_H
 #define SMP_PYTHON_TP_KERNELS_BINDING_H

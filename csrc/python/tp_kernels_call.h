@@ -1,9 +1,9 @@
-/* A call of a kernel of tensor parallelism: its tensors are looked at, and it runs
- * where they are.
+/* A call of a kernel of tensor parallelism: its tensors are checked, and it runs on
+ * their device.
  *
  * Ownership  Tensors and their data are borrowed; scratch is owned until smp_tp_run().
  * Threads    The GIL is held, and given away while a kernel runs.
- * Errors     An exception, and `failed`: then what comes after does nothing.
+ * Errors     An exception, and `failed`: then later functions do nothing.
  */
 #ifndef SMP_PYTHON_TP_KERNELS_CALL_H
 #define SMP_PYTHON_TP_KERNELS_CALL_H
@@ -16,7 +16,7 @@
 #include "python/values/row.h"
 #include "tp_kernels/gpu.h"
 
-/* What is known of a call's tensors so far. */
+/* The tensors of a call as checked so far. */
 typedef struct {
     bool         failed; /* with an exception */
     bool         known;
@@ -25,7 +25,7 @@ typedef struct {
     dl_device    device; /* of all tensors, when placed */
 } smp_tp_seen;
 
-/* Of the tensors of a call that are float32 whatever the others are. */
+/* For the tensors of a call always in float32. */
 smp_tp_seen smp_tp_statistics_of(const smp_tp_seen *see);
 
 /* The data of a dense tensor of `count` elements; NULL when it failed. */
@@ -39,8 +39,8 @@ void *smp_tp_floats(smp_tp_seen *see, PyObject *tensor, const char *name, size_t
 void *smp_tp_floats_or_none(smp_tp_seen *see, PyObject *tensor, const char *name,
                             size_t count);
 
-/* Scratch of a call: of the host, or memory of torch's on the device, which gives it
- * out again only behind what the stream has now. */
+/* Scratch of a call: of the host, or torch's on the device: torch gives it out again
+ * only behind the stream's present work. */
 typedef struct {
     float    *floats;
     PyObject *tensor; /* owned; NULL: malloc's */

@@ -1,7 +1,7 @@
-/* The backlog: messages that were received and not yet acted on.
+/* The backlog: messages received and not yet acted on.
  *
- * Requests and responses wait here until they are chosen (server/choice.h).  A message
- * of a later step waits for that: a faster rank may have begun it.
+ * Requests and responses wait here until chosen (server/choice.h).  A message of a
+ * later step, perhaps begun by a faster rank, waits for that step.
  *
  * Ownership  The backlog owns the messages in it; keep takes, take gives.  A message
  *            has an envelope: smp_message_envelope() is not NULL.
@@ -13,7 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 
 typedef struct smp_backlog smp_backlog;
@@ -21,7 +21,7 @@ typedef struct smp_backlog smp_backlog;
 /* SMP_ERR_NO_MEMORY. */
 smp_status smp_backlog_create(smp_backlog **out);
 
-/* Frees what is left in it.  Takes NULL. */
+/* Frees the messages in it, too.  Takes NULL. */
 void smp_backlog_destroy(smp_backlog *backlog);
 
 /* Takes the message, whatever it returns.  SMP_ERR_NO_MEMORY: the message is freed. */
@@ -29,8 +29,8 @@ smp_status smp_backlog_keep(smp_backlog *backlog, smp_message *message);
 
 size_t smp_backlog_count(const smp_backlog *backlog);
 
-/* Message i < count, in no order; *arrival says in which they came.  Borrowed until the
- * backlog changes. */
+/* Message i < count, in no order; *arrival: its number in the order of arrival.
+ * Borrowed until the backlog changes. */
 const smp_message *smp_backlog_at(const smp_backlog *backlog, size_t i,
                                   uint64_t *arrival);
 

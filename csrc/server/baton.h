@@ -1,6 +1,6 @@
-/* A seat in which a thread waits for the baton.
+/* A seat: a thread's place to wait for the baton.
  *
- * One word, one waiter.  The giver writes once and wakes once; a waiter that spins is
+ * One word, one waiter.  The giver writes once and wakes once; a spinning waiter is
  * given the baton without a system call.  Private to the process.
  */
 #ifndef SMP_SERVER_BATON_H
@@ -17,7 +17,7 @@ typedef struct {
 /* Waits until the baton is given, then takes it.  Spins for spin_us first. */
 void smp_seat_wait(smp_seat *seat, int spin_us);
 
-/* Gives the baton to the one who waits, or will wait, in the seat. */
+/* Gives the baton to the seat's present or next waiter. */
 void smp_seat_give(smp_seat *seat);
 
 #endif

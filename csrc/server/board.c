@@ -22,8 +22,8 @@ typedef struct {
 struct smp_board {
     int                rank;
     int                pp_size;
-    const char        *pipelines; /* borrowed: what their numbers are called */
-    const char *const *ranks;     /* borrowed: what the ranks are called */
+    const char        *pipelines; /* borrowed: the word for a pipeline's number */
+    const char *const *ranks;     /* borrowed: the ranks' names */
     smp_lock           lock;      /* guards all below */
     char             **names;     /* owned, by entry */
     size_t             nnames;
@@ -40,7 +40,7 @@ struct smp_board {
     seat               seats[SEATS];
 };
 
-/* A text that grows up to its room. */
+/* A text of a limited size. */
 typedef struct {
     char  *at;
     size_t room;
@@ -100,7 +100,7 @@ add_key(text *t, const smp_key *key)
     t->used += smp_key_write(key, t->at + t->used, t->room - t->used);
 }
 
-/* What the rank is called that a task of `rank` has asked. */
+/* The name of the rank asked by a task of `rank`. */
 static const char *
 name_of_asked(const smp_board *board, int rank, int32_t asked)
 {
@@ -149,7 +149,7 @@ seconds(int64_t from_ns, int64_t to_ns)
     return (double)(to_ns - from_ns) / (double)SMP_NS_PER_S;
 }
 
-/* Into waits[], which is kept in order. */
+/* Into waits[], in order. */
 static void
 show(smp_standing *standing, const smp_wait *wait)
 {
@@ -408,7 +408,7 @@ smp_board_write_one(smp_board *board, int rank, const smp_wait *wait, char *out,
     smp_lock_release(&board->lock);
 }
 
-/* Whether it waits for that rank of the comm. */
+/* Whether the wait is for that rank of the comm. */
 static bool
 is_for(const smp_board *board, const smp_wait *wait, int rank)
 {

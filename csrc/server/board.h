@@ -1,6 +1,6 @@
-/* The board: what this rank does and what it waits for, for any thread to read.
+/* The board: this rank's work and waits, for any thread to read.
  *
- * The server writes on it as it goes; the watchdog, and whoever says why a step failed,
+ * The server writes on it as it goes; the watchdog and the messages of failed steps
  * read it.  Module paths are on it too, because Python cannot be asked then.
  *
  * Threads  All functions: any.  No lock is held on return.
@@ -18,7 +18,7 @@
 
 typedef struct smp_board smp_board;
 
-/* What a task waits for. */
+/* The awaited event of a task. */
 typedef enum {
     SMP_WAIT_NOTHING = -1, /* it is over; not on the board */
     SMP_WAIT_OUTPUTS,      /* of module `wanted` on rank `asked` */
@@ -29,7 +29,7 @@ typedef enum {
     SMP_WAIT_COLLECTIVE,   /* the other ranks of the TP_GROUP, in `key` */
 } smp_wait_kind;
 
-/* A request that runs here, or the step function of a microbatch. */
+/* A request running here, or the step function of a microbatch. */
 typedef struct {
     int32_t microbatch;
     int32_t entry; /* -1: the step function */
@@ -37,7 +37,7 @@ typedef struct {
 } smp_work;
 
 typedef struct {
-    smp_work work;   /* who waits */
+    smp_work work;   /* the waiting task's */
     int32_t  kind;   /* smp_wait_kind */
     int32_t  wanted; /* entry; GATE: gate */
     int32_t  asked;
@@ -46,7 +46,7 @@ typedef struct {
     smp_key  key;      /* ISSUE, COLLECTIVE */
 } smp_wait;
 
-/* Of those that wait, the board shows as many. */
+/* The most waits shown by a board. */
 #define SMP_STANDING_WAITS 16
 
 /* A rank at one moment.  Travels between ranks as it is. */
@@ -57,15 +57,15 @@ typedef struct {
     int32_t  in_step;
     int32_t  works;   /* a task runs: work */
     smp_work work;    /* since moved_ns */
-    int32_t  outside; /* of a step, at what smp_board_place() says */
+    int32_t  outside; /* of a step, at the place of smp_board_place() */
     int32_t  nwaits;  /* all */
-    int32_t  nshown;  /* in waits[], those that wait longest first */
+    int32_t  nshown;  /* in waits[], the longest first */
     smp_wait waits[SMP_STANDING_WAITS];
 } smp_standing;
 
-/* rank, and those below: of the comm, pipeline * pp_size + pp_rank.  pipelines: what a
- * pipeline's number is called, "tp_rank" or "dp_rank"; names: what the ranks are, by
- * rank; both borrowed until destroy.  SMP_ERR_NO_MEMORY. */
+/* rank, and those below: of the comm, pipeline * pp_size + pp_rank.  pipelines: the
+ * word for a pipeline's number, "tp_rank" or "dp_rank"; names: the ranks', by rank;
+ * both borrowed until destroy.  SMP_ERR_NO_MEMORY. */
 smp_status smp_board_create(int rank, int pp_size, const char *pipelines,
                             const char *const *names, smp_board **out);
 void       smp_board_destroy(smp_board *board);
@@ -80,8 +80,8 @@ void smp_board_end(smp_board *board);
  */
 void smp_board_place(smp_board *board, const char *what);
 
-/* Where other ranks stand, as they have told it: lines for smp_board_write_others();
- * "": nowhere.  Copied, and cut off at SMP_BOARD_OTHERS - 1 bytes. */
+/* Other ranks' standings, as told by them: lines for smp_board_write_others(); "":
+ * nowhere.  Copied, and cut off at SMP_BOARD_OTHERS - 1 bytes. */
 #define SMP_BOARD_OTHERS 2048
 void smp_board_hear(smp_board *board, const char *others);
 
@@ -95,21 +95,21 @@ void smp_board_go(smp_board *board, uint16_t worker);
 
 void smp_board_read(smp_board *board, smp_standing *out);
 
-/* What `rank` does and waits for, one line each, indented; at most `room` bytes with
- * the final NUL.  The number of bytes without it. */
+/* Writes the work and the waits of `rank`, one line each, indented; at most `room`
+ * bytes with the final NUL.  Returns the number of bytes without the NUL. */
 size_t smp_board_write(smp_board *board, int rank, const smp_standing *standing,
                        char *out, size_t room);
 
-/* What smp_board_hear() got last, likewise. */
+/* The last standings of smp_board_hear(), likewise. */
 size_t smp_board_write_others(smp_board *board, char *out, size_t room);
 
-/* Who on `rank` waits for what, as smp_board_write() has it, at most `room` bytes with
- * the final NUL. */
+/* One wait on `rank`, as in smp_board_write(), at most `room` bytes with the final
+ * NUL. */
 void smp_board_write_one(smp_board *board, int rank, const smp_wait *wait, char *out,
                          size_t room);
 
-/* What the task that waits longest for `rank` waits for; that which waits longest, when
- * none waits for that rank.  Empty text: nothing waits. */
+/* The longest wait for `rank`; the longest of all, if none is for that rank.  Empty
+ * text: no waits. */
 void smp_board_write_wait(smp_board *board, int rank, char *out, size_t room);
 
 #endif

@@ -30,7 +30,7 @@ smp_call_of_backward(uint64_t forward)
     return smp_mix(forward, UINT64_MAX);
 }
 
-/* Where the module is, or would be: there is room. */
+/* The module's place, present or free: there is room. */
 static struct smp_call_count *
 find(const smp_calls *calls, uint64_t module)
 {

@@ -1,18 +1,18 @@
-/* What a rank runs next of what it could run: a function of that alone.
+/* The choice of a rank's next run: a function of the ready list alone.
  *
- * First match first, of several the lowest microbatch, then the first that arrived:
- *   1. a worker that may issue a collective: ranks of the TP_GROUP wait for it
- *   2. a response of a forward, a collective of one that is over: what waits for it
- * soon gives other ranks work
- *   3. what belongs to a backward: it frees memory
- *   4. a backward that the schedule lets start
- *   5. a worker whose gate has opened
+ * First match first, of several the lowest microbatch, then the first to arrive:
+ *   1. a worker with a collective to issue: ranks of the TP_GROUP wait for it
+ *   2. a response of a forward, or its finished collective: the waiting task soon
+ *      gives other ranks work
+ *   3. all of a backward: it frees memory
+ *   4. a backward's start by the schedule
+ *   5. a worker at an open gate
  *   6. a request of a forward
- *   7. a forward that the schedule lets start
- * But one request of a forward may go before a request of a backward that is alone: the
- * rank then still has that one while the answer to the forward is on its way to pp_rank
- * 0 and becomes a backward.  (In half of the steps of benchmarks/pipeline.py a rank
- * waited so for its last backward, a third of a slot.)
+ *   7. a forward's start by the schedule
+ * But one request of a forward may go before a lone request of a backward: the rank
+ * then still has the backward while the forward's answer is on its way to pp_rank 0 and
+ * becomes a backward.  (In half of the steps of benchmarks/pipeline.py a rank otherwise
+ * waited for its last backward, a third of a slot.)
  *
  * Threads  any.
  */
@@ -25,12 +25,12 @@
 
 #include "server/schedule.h"
 
-/* Why something could run. */
+/* The reason of a possible run. */
 typedef enum {
     SMP_READY_ISSUE,    /* a worker's collective is the next; in any phase */
-    SMP_READY_RESPONSE, /* a message that a worker waits for */
-    SMP_READY_OVER,     /* the collective that a worker waits for is over */
-    SMP_READY_REQUEST,  /* a message that asks for a task */
+    SMP_READY_RESPONSE, /* a message for a waiting worker */
+    SMP_READY_OVER,     /* a worker's awaited collective is over */
+    SMP_READY_REQUEST,  /* a message asking for a task */
     SMP_READY_GATE,     /* a worker's gate has opened; in any phase */
     SMP_READY_TURN,     /* the schedule lets a microbatch start */
     SMP_READY_KINDS

@@ -10,11 +10,11 @@ struct smp_commit {
     smp_comm    *comm; /* borrowed */
     smp_grid     grid;
     uint32_t     step;
-    const void  *described; /* borrowed: what the step is */
+    const void  *described; /* borrowed: the step's description */
     size_t       ndescribed;
     bool         asked; /* pp_rank 0 has asked the others */
     int          votes;
-    int          asker; /* the rank of the comm that has asked this one; -1 */
+    int          asker; /* the asking rank of the comm; -1: none */
     bool         voted;
     smp_message *end; /* owned: STEP_END or ABORT */
 };
@@ -60,8 +60,7 @@ smp_commit_describe(smp_commit *commit, const void *bytes, size_t nbytes)
     commit->ndescribed = nbytes;
 }
 
-/* To the others of this pipeline.  Of one that has gone server/control.c hears
- * otherwise. */
+/* To the others of this pipeline.  A lost rank shows in server/control.c. */
 static void
 send_to_pipeline(smp_commit *commit, const void *bytes, size_t nbytes)
 {
@@ -141,8 +140,9 @@ smp_commit_has_voted(const smp_commit *commit)
     return commit->voted;
 }
 
-/* Whether an ABORT fails the step here.  Not in one that has voted, when it comes from
- * another pipeline: this rank ends as its pp_rank 0 says, who has heard of it too. */
+/* Whether an ABORT fails the step here.  Not after this rank's vote, from another
+ * pipeline: this rank ends as its pp_rank 0 says, and pp_rank 0 has heard the ABORT
+ * too. */
 static bool
 hear_abort(smp_commit *commit, const smp_message *message)
 {

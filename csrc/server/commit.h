@@ -1,12 +1,12 @@
-/* How a step ends: two-phase commit in each pipeline.
+/* The end of a step: two-phase commit in each pipeline.
  *
  * pp_rank 0 coordinates.  When every microbatch is done it asks the others whether all
- * is well (SETTLE), with a description of what it ran.  One that ran the same and has
- * not failed votes yes (SETTLED); one that failed says ABORT instead.  When all have
- * voted pp_rank 0 ends the step (STEP_END).  An ABORT ends it before that.
+ * is well (SETTLE), with a description of the step.  A rank with the same step and no
+ * failure votes yes (SETTLED); a failed rank says ABORT instead.  After the votes of
+ * all, pp_rank 0 ends the step (STEP_END).  An ABORT ends it before that.
  *
- * A rank that has voted is bound: its pp_rank 0 alone may end the step, no signal and
- * no other pipeline.
+ * A vote binds the rank: its pp_rank 0 alone may end the step, no signal and no other
+ * pipeline.
  *
  * Ownership  The commit owns the end of the step until it is taken.
  * Threads    None: the holder of the server's baton, or the main thread between steps.
@@ -18,7 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 #include "server/grid.h"
 
@@ -28,18 +28,17 @@ typedef struct smp_commit smp_commit;
 smp_status smp_commit_create(smp_comm *comm, const smp_grid *grid, smp_commit **out);
 void       smp_commit_destroy(smp_commit *commit); /* takes NULL */
 
-/* A step begins.  An end that is already there stays. */
+/* A step begins.  An end already there stays. */
 void smp_commit_begin(smp_commit *commit, uint32_t step);
 
-/* What this rank's step is; borrowed until replaced.  NULL, 0: it is described by no
- * bytes. */
+/* The description of this rank's step; borrowed until replaced.  NULL, 0: no bytes. */
 void smp_commit_describe(smp_commit *commit, const void *bytes, size_t nbytes);
 
 /* pp_rank 0 asks the others, and whether it has.  SMP_ERR_NO_MEMORY. */
 smp_status smp_commit_ask(smp_commit *commit);
 bool       smp_commit_has_asked(const smp_commit *commit);
 
-/* A SETTLED came to pp_rank 0; one that it did not ask for does not count. */
+/* A SETTLED came to pp_rank 0; an unasked one does not count. */
 void smp_commit_hear_vote(smp_commit *commit);
 
 /* Whether all others have voted. */

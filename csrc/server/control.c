@@ -1,4 +1,4 @@
-/* Messages that start no task. */
+/* Messages without a task. */
 #include "server/control.h"
 
 #include <stdlib.h>
@@ -26,7 +26,7 @@ struct smp_control {
     smp_status failure; /* why, when this rank knows */
     char       mismatch[SMP_MISMATCH_BYTES];
     char       awaited[AWAITED_BYTES]; /* when a rank was lost */
-    int        left;                   /* the rank that has left; -1 */
+    int        left;                   /* a departed rank; -1: none */
 
     uint64_t about_still; /* probes and answers sent */
     uint64_t received;    /* messages but those */
@@ -124,7 +124,7 @@ smp_control_check_runs(smp_control *control)
 
 /* ------------------------------------------------------------- the end of a step */
 
-/* Tells the stage, once, that this rank makes no more collectives in this step. */
+/* Tells the stage, once, of the end of this rank's collectives in this step. */
 static void
 end_collectives(smp_control *control)
 {
@@ -148,8 +148,8 @@ vote(smp_control *control)
     }
 }
 
-/* pp_rank 0 hears whether what it sent before has been acted on here without a failure,
- * in the same step.  Takes the message. */
+/* pp_rank 0 hears whether its earlier messages have been acted on here without a
+ * failure, in the same step.  Takes the message. */
 static void
 settle(smp_control *control, smp_message *message)
 {
@@ -164,9 +164,9 @@ settle(smp_control *control, smp_message *message)
     }
 }
 
-/* pp_rank 0 returns when the others have acted on all that it sent: what it does not
- * wait for (the end of a microbatch, a release) may fail too.  Not what such a message
- * made one of them send to a third rank. */
+/* pp_rank 0 returns when the others have acted on all its messages: also those without
+ * an answer (the end of a microbatch, a release) may fail.  Their own messages to a
+ * third rank do not count. */
 bool
 smp_control_is_settled(smp_control *control)
 {
@@ -194,7 +194,7 @@ smp_control_has_voted(const smp_control *control)
     return smp_commit_has_voted(control->commit);
 }
 
-/* ------------------------------------------------------------------ what arrives */
+/* ------------------------------------------------------------------ arrivals */
 
 /* Another rank of the stage tells of collectives or runs. */
 static void
@@ -247,7 +247,7 @@ keep(smp_control *control, smp_message *message)
     }
 }
 
-/* Acts at once on what starts no task; keeps the rest. */
+/* Acts at once on a message without a task; keeps the others. */
 static void
 sort_in(smp_control *control, smp_message *message)
 {
@@ -258,7 +258,7 @@ sort_in(smp_control *control, smp_message *message)
         smp_control_fail(control, SMP_ERR_MALFORMED);
         return;
     }
-    if (e->step < control->step) { /* left over from a step that failed */
+    if (e->step < control->step) { /* left over from a failed step */
         smp_message_free(message);
         return;
     }
@@ -350,7 +350,7 @@ needs(const smp_control *control, int rank)
            !smp_lineup_has_ended(smp_stage_lineup(control->parts.stage), pipeline);
 }
 
-/* A rank that has left the job and that this step needs; -1: none. */
+/* A rank of this step that has left the job; -1: none. */
 static int
 who_left(const smp_control *control)
 {
@@ -362,7 +362,7 @@ who_left(const smp_control *control)
     return -1;
 }
 
-/* Reads what has arrived; waits up to timeout_ns for the first message.  False: none
+/* Reads the arrived messages; waits up to timeout_ns for the first one.  False: none
  * came in that time. */
 static bool
 read_comm(smp_control *control, int64_t timeout_ns)
@@ -377,7 +377,7 @@ read_comm(smp_control *control, int64_t timeout_ns)
             any = true;
             count_in(control, message);
             if (smp_control_has_end(control)) {
-                return true; /* its sender may leave: that is no failure of this step */
+                return true; /* its sender may leave: no failure of this step */
             }
             timeout_ns = 0;
             continue;
@@ -420,7 +420,7 @@ smp_control_hear(smp_control *control, int64_t timeout_ns)
 
 /* ------------------------------------------------------- when there is nothing */
 
-/* What this rank, which has nothing to run, says of itself. */
+/* The answer of this idle rank to a probe. */
 static smp_still
 own_still(smp_control *control)
 {
@@ -510,7 +510,7 @@ smp_control_idle(smp_control *control)
     if (read_comm(control, SMP_DETECTION_IDLE_NS)) {
         return;
     }
-    if (left >= 0) { /* and what it sent before has been read */
+    if (left >= 0) { /* and its earlier messages have been read */
         control->left = left;
         smp_control_fail(control, SMP_ERR_UNREACHABLE);
     } else if (detects(control) &&
@@ -521,7 +521,7 @@ smp_control_idle(smp_control *control)
 
 /* ------------------------------------------------------------------------ steps */
 
-/* What the ranks of the stage do together begins. */
+/* The stage's common line-up or sequence begins. */
 static void
 begin_together(smp_control *control, uint32_t step)
 {
@@ -538,7 +538,7 @@ smp_control_begin(smp_control *control, uint32_t step)
     smp_detection_begin(control->detection);
     control->failed = false;
     control->failure = SMP_OK;
-    control->asked = 0; /* in the last step, whose rounds had the same numbers */
+    control->asked = 0; /* in the last step: its rounds had the same numbers */
     control->left = -1;
     control->awaited[0] = '\0';
 }
@@ -625,7 +625,7 @@ smp_control_await_stage(smp_control *control, int64_t timeout_ns)
     return true;
 }
 
-/* -------------------------------------------------------------- what has happened */
+/* -------------------------------------------------------------- results */
 
 const char *
 smp_control_mismatch(const smp_control *control)

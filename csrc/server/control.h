@@ -1,8 +1,8 @@
-/* The control plane of a step: what the ranks say to one another beside requests and
- * responses, and whether the step goes on, has failed, or is over.
+/* The control plane of a step: messages beside requests and responses, and the step's
+ * state: under way, failed, or over.
  *
- * It reads what arrives.  Requests and responses go to the backlog; all else starts no
- * task and is acted on at once:
+ * It reads all messages.  Requests and responses go to the backlog; the others start no
+ * task and are acted on at once:
  *
  *     RELEASE, CLOSED, FORWARD_DONE   ops->note
  *     KEY, RUNS, ISSUED               server/stage.h
@@ -10,8 +10,8 @@
  *     ABORT                           server/commit.h
  *     PROBE, STILL                    server/detection.h
  *
- * Errors   A failure of the step is kept, with why; smp_control_failed() says so from
- *          then on, and smp_control_end() returns it.
+ * Errors   A failure of the step is kept as its status; smp_control_failed() is true
+ *          from then on, and smp_control_end() returns the status.
  * Threads  None: the holder of the server's baton, or the main thread between steps.
  */
 #ifndef SMP_SERVER_CONTROL_H
@@ -21,7 +21,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 #include "server/backlog.h"
 #include "server/board.h"
@@ -36,15 +36,15 @@ typedef struct {
     /* A RELEASE, CLOSED or FORWARD_DONE, or the SETTLE of another step; takes it. */
     void (*note)(void *ctx, smp_message *note);
 
-    /* The collective that a worker waits to issue, where all wait for one; NULL: none.
-     * Borrowed for a moment. */
+    /* A worker's collective waiting to be issued, where all workers wait for one; NULL:
+     * none.  Borrowed for a moment. */
     const smp_key *(*wanted)(void *ctx);
 } smp_control_ops;
 
-/* What it works on, borrowed until destroy. */
+/* Its other parts, borrowed until destroy. */
 typedef struct {
     smp_comm          *comm;
-    const char *const *names; /* what errors call the ranks, by rank of the comm */
+    const char *const *names; /* the ranks' names in errors, by rank of the comm */
     smp_board         *board;
     smp_backlog       *backlog;
     smp_stage         *stage;
@@ -55,42 +55,42 @@ smp_status smp_control_create(const smp_control_parts *parts, const smp_grid *gr
                               const smp_control_ops *ops, void *ctx, smp_control **out);
 void       smp_control_destroy(smp_control *control); /* takes NULL */
 
-/* A step begins; and what came early for it is acted on, in the order of its arrival.
+/* A step begins; its early messages are acted on, in the order of their arrival.
  */
 void smp_control_begin(smp_control *control, uint32_t step);
 void smp_control_sort_early(smp_control *control);
 
-/* This rank does not make this step, which has failed. */
+/* This rank leaves out this failed step. */
 void smp_control_leave_out(smp_control *control, uint32_t step);
 
-/* The step is over.  SMP_OK: it went well.  *end: the message that ended it, the
- * caller's; NULL: none. */
+/* The step is over.  SMP_OK: it went well.  *end: the message at its end, the caller's;
+ * NULL: none. */
 smp_status smp_control_end(smp_control *control, smp_message **end);
 
-/* What the step is; see server/commit.h. */
+/* The step's description; see server/commit.h. */
 void smp_control_describe(smp_control *control, const void *bytes, size_t nbytes);
 
-/* The gates to tell of forwards that are over; borrowed until replaced. */
+/* The gates to tell of finished forwards; borrowed until replaced. */
 void smp_control_set_turns(smp_control *control, smp_turns *turns);
 
-/* Reads what is there. */
+/* Reads the arrived messages, without a wait. */
 void smp_control_read(smp_control *control);
 
-/* The same, and what arrives within timeout_ns, until the step has failed.  No failure
- * of this step where the comm comes to its end. */
+/* The same, and messages within timeout_ns, until the step has failed.  The comm's end
+ * is no failure of this step here. */
 void smp_control_hear(smp_control *control, int64_t timeout_ns);
 
-/* Nothing can run here before a message comes: says so to who has asked, waits for one,
- * and looks for a deadlock, or for a rank that has left, when none comes. */
+/* Nothing can run here before a message comes: answers a probe, waits for one message,
+ * and looks for a deadlock, or for a departed rank, when none comes. */
 void smp_control_idle(smp_control *control);
 
-/* The step has failed; why: the first that is not SMP_OK counts. */
+/* The step has failed; why: the first one but SMP_OK counts. */
 void smp_control_fail(smp_control *control, smp_status why);
 bool smp_control_failed(const smp_control *control);
 
-/* Fails the step where it shows by now that the ranks of the stage do not make the same
- * calls, or do not run the same.  wanted: what this rank has called and may not issue;
- * NULL: nothing.  check_runs: in a sequence only. */
+/* Fails the step if the ranks of the stage by now show different calls, or different
+ * runs.  wanted: this rank's collective, called and not to be issued yet; NULL: none.
+ * check_runs: in a sequence only. */
 void smp_control_check_calls(smp_control *control, const smp_key *wanted);
 void smp_control_check_runs(smp_control *control);
 
@@ -98,12 +98,12 @@ void smp_control_check_runs(smp_control *control);
 bool smp_control_has_end(const smp_control *control);
 bool smp_control_has_voted(const smp_control *control);
 
-/* pp_rank 0, which has done every microbatch: whether all ranks are well and through
- * with the step.  Asks them at the first call. */
+/* On pp_rank 0, with every microbatch done: whether all ranks are well and through with
+ * the step.  The first call asks them. */
 bool smp_control_is_settled(smp_control *control);
 
-/* After a step that failed: waits until each rank of the stage has said how many
- * collectives it issued.  False: one has not within timeout_ns of the last message. */
+/* After a failed step: waits for each stage rank's number of issued collectives.
+ * False: one is missing timeout_ns after the last message. */
 bool smp_control_await_stage(smp_control *control, int64_t timeout_ns);
 
 /* See smp_server_mismatch(), smp_server_awaited(), smp_server_left() and

@@ -81,9 +81,9 @@ smp_detection_is_answered(const smp_detection *detection)
     return detection->round != 0 && detection->answers >= size_of(detection) - 1;
 }
 
-/* How many collectives all ranks with this pp_rank have issued.  In a sequence a
- * TP_GROUP is not all of these: what any rank has issued, others will, or the sequence
- * says that they differ. */
+/* The number of collectives issued by all ranks with this pp_rank.  In a sequence a
+ * TP_GROUP is not all of these: any rank's collective is issued by the others later, or
+ * the sequence shows a difference. */
 static uint64_t
 issued_by_all(const smp_detection *detection, int rank)
 {
@@ -102,7 +102,7 @@ issued_by_all(const smp_detection *detection, int rank)
     return least;
 }
 
-/* Whether a collective that all have issued is not over yet on a rank. */
+/* Whether a collective issued by all is not over yet on a rank. */
 static bool
 a_collective_is_under_way(const smp_detection *detection)
 {

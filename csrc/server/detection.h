@@ -2,12 +2,12 @@
  *
  * Rank 0 of the comm runs it while it has nothing to run, by the four-counter method of
  * termination detection.  It asks all ranks (PROBE), and each answers (STILL) when it
- * has nothing to run either, with how many messages it has sent and received.  An idle
- * rank runs again only when a message comes, or a collective is over.  So all are
- * deadlocked when two rounds of answers found as many messages received as sent, no
- * more in the second than in the first, and no collective under way.
+ * has nothing to run either, with its numbers of sent and received messages.  An idle
+ * rank runs again only when a message comes, or a collective is over.  All are
+ * deadlocked after two rounds of answers with as many messages received as sent, the
+ * same number in both, and no collective under way.
  *
- * Who detects says what to do; the caller sends and receives.
+ * The detection decides; the caller sends and receives.
  *
  * Threads  None: the holder of the server's baton.
  */
@@ -22,12 +22,12 @@
 #include "server/board.h"
 #include "server/grid.h"
 
-/* How long a rank has nothing to run before it looks why. */
+/* A rank's time without a run until it looks for the reason. */
 #define SMP_DETECTION_IDLE_NS (300 * SMP_NS_PER_MS)
 
 typedef struct smp_detection smp_detection;
 
-/* What an idle rank answers to a probe, after the envelope.  Travels as it is. */
+/* An idle rank's answer to a probe, after the envelope.  Travels as it is. */
 typedef struct {
     uint64_t     sent; /* messages, probes and their answers left out */
     uint64_t     received;
@@ -42,7 +42,7 @@ typedef enum {
     SMP_DETECTION_DEADLOCK, /* so did the second */
 } smp_detection_verdict;
 
-/* in_sequence: what runs has one order on all ranks (server/sequence.h).  grid: copied.
+/* in_sequence: runs have one order on all ranks (server/sequence.h).  grid: copied.
  * SMP_ERR_NO_MEMORY. */
 smp_status smp_detection_create(const smp_grid *grid, bool in_sequence,
                                 smp_detection **out);
@@ -53,26 +53,27 @@ void smp_detection_destroy(smp_detection *detection);
 /* A step begins. */
 void smp_detection_begin(smp_detection *detection);
 
-/* A round begins: its number, which the probes to all other ranks carry. */
+/* Begins a round and returns its number, for the probes to all other ranks. */
 uint64_t smp_detection_ask(smp_detection *detection);
 
 /* `rank` > 0 answered in `round`.  Answers in earlier rounds do not count. */
 void smp_detection_hear(smp_detection *detection, int rank, uint64_t round,
                         const smp_still *still);
 
-/* Whether all have answered in this round, so that there is something to judge. */
+/* Whether all have answered in this round, for smp_detection_judge(). */
 bool smp_detection_is_answered(const smp_detection *detection);
 
-/* What the answers show, while rank 0 has nothing to run; own: its own answer. */
+/* The verdict of the answers, while rank 0 has nothing to run; own: its own answer. */
 smp_detection_verdict smp_detection_judge(smp_detection   *detection,
                                           const smp_still *own);
 
 /* Nothing came for SMP_DETECTION_IDLE_NS.  True: begin a round.  The time between two
- * such rounds doubles while nobody answers, because probes wait where they are sent. */
+ * such rounds doubles while no rank answers, because probes wait where they are sent.
+ */
 bool smp_detection_idle(smp_detection *detection, int64_t now_ns);
 
-/* The answers by rank of the comm, after SMP_DETECTION_DEADLOCK; before, what came
- * last. Borrowed until the next call. */
+/* The answers by rank of the comm, after SMP_DETECTION_DEADLOCK; before, the last ones.
+ * Borrowed until the next call. */
 const smp_still *smp_detection_answers(const smp_detection *detection);
 
 #endif

@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "server/schedule.h"
 
 typedef enum {
@@ -22,37 +22,36 @@ typedef enum {
     SMP_MSG_STEP_END,     /* the step is over; carries its outputs */
     SMP_MSG_ABORT,        /* the step failed; carries the exception */
     SMP_MSG_PROBE,        /* pp_rank 0 is idle; are the others?  `call`: the round */
-    SMP_MSG_STILL,        /* the answer of one that is; carries an smp_still */
-    SMP_MSG_SETTLE,       /* pp_rank 0 has done every microbatch: is all well?  Carries
-                             what it ran */
-    SMP_MSG_SETTLED,      /* the answer of a rank that has not failed */
-    SMP_MSG_KEY,          /* tp_rank 0 has issued a collective; carries its smp_key */
-    SMP_MSG_ISSUED,       /* the sender makes no more collectives; it has issued `call`.
-                             To those of the same pp_rank */
-    SMP_MSG_RUNS, /* what dp_rank 0 runs, to the ranks that follow it; carries an
-                     smp_sequence_word */
+    SMP_MSG_STILL,        /* the answer of an idle rank; carries an smp_still */
+    SMP_MSG_SETTLE,  /* pp_rank 0 has done every microbatch: is all well?  Carries its
+                        step's description */
+    SMP_MSG_SETTLED, /* the answer of a rank without a failure */
+    SMP_MSG_KEY,     /* tp_rank 0 has issued a collective; carries its smp_key */
+    SMP_MSG_ISSUED,  /* the sender makes no more collectives; it has issued `call`.
+                        To those of the same pp_rank */
+    SMP_MSG_RUNS, /* dp_rank 0's runs, to its followers; carries an smp_sequence_word */
     SMP_MSG_LAST = SMP_MSG_RUNS,
 } smp_msg_kind;
 
-/* Flags of a request: the caller's thread state, which threads do not inherit. */
+/* Flags of a request: the caller's thread state, not inherited by threads. */
 enum {
     SMP_FLAG_GRAD = 1 << 0,      /* grad mode on */
     SMP_FLAG_INFERENCE = 1 << 1, /* inference mode on */
     SMP_FLAG_GRAPH = 1 << 2,     /* the caller built Send and Recv: keep the graph */
     SMP_FLAG_STATE = 1 << 3,     /* more thread state follows in the payload */
-    SMP_FLAG_RECOMPUTE = 1 << 4, /* a forward that runs during the backward phase */
+    SMP_FLAG_RECOMPUTE = 1 << 4, /* a forward during the backward phase */
     SMP_FLAG_BARE = 1 << 5,      /* module.forward, not module(): no hooks */
     SMP_FLAG_RAISED = 1 << 6,    /* of a response: it brings the module's exception */
-    SMP_FLAG_INPUTS =
-        1 << 7, /* answer with what pre-hooks made of the arguments, too */
-    SMP_FLAG_FAILED = 1 << 8, /* ISSUED: because the step failed there */
+    SMP_FLAG_INPUTS = 1 << 7,    /* answer with the arguments after pre-hooks, too */
+    SMP_FLAG_FAILED = 1 << 8,    /* ISSUED: because the step failed there */
     SMP_FLAG_UNUSED =
-        1 << 9, /* BACKWARD and its response: zeros may be of what no loss uses */
+        1
+        << 9, /* BACKWARD and its response: zeros may be of outputs that no loss uses */
 };
 
 typedef struct {
     uint8_t  kind;  /* smp_msg_kind */
-    uint8_t  phase; /* smp_phase that the sender is in */
+    uint8_t  phase; /* smp_phase of the sender */
     uint16_t flags;
     int32_t  microbatch;
     uint32_t step;

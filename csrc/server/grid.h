@@ -1,9 +1,9 @@
-/* The process grid: which rank of the comm is which pp_rank of which pipeline.
+/* The process grid: the pipeline and the pp_rank of each rank of the comm.
  *
  * The comm's ranks are those of several pipelines one behind the other, pipeline *
  * pp_size + pp_rank: of the MP_GROUP, by tp_rank; with a sequence (server/sequence.h)
  * of all replicas, by dp_rank.  The ranks of one pp_rank are a stage.  Requests stay in
- * a pipeline; keys of collectives, or the sequence, in a stage.  What ends a step is
+ * a pipeline; keys of collectives, or the sequence, in a stage.  The end of a step is
  * said to all.
  *
  * Threads  any: nothing changes.
@@ -18,7 +18,7 @@ typedef struct {
     int pipelines;
 } smp_grid;
 
-/* Of rank `rank` among `size`. */
+/* The grid seen from `rank` among `size`. */
 static inline smp_grid
 smp_grid_of(int rank, int size, int pipelines)
 {
@@ -30,7 +30,7 @@ smp_grid_of(int rank, int size, int pipelines)
                       .pipelines = pipelines};
 }
 
-/* The rank of the comm that is this pp_rank of this pipeline, */
+/* The rank of the comm with this pp_rank in this pipeline, */
 static inline int
 smp_grid_rank(const smp_grid *grid, int pipeline, int pp_rank)
 {

@@ -1,11 +1,11 @@
-/* The order in which gradients are added. */
+/* The order of adding gradients. */
 #include "server/ledger.h"
 
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* A contribution that must wait for one of a later request; or the trace of one. */
+/* A contribution waiting for one of a later request; or the trace of one. */
 typedef struct term {
     void        *value; /* owned; NULL: it is in the sum */
     uint64_t     order;
@@ -15,16 +15,16 @@ typedef struct term {
 
 /* One parameter in one microbatch. */
 typedef struct slot {
-    int32_t microbatch;
-    int32_t backward;  /* the model.backward call that call_sum and waiting are of */
-    void   *sum;       /* owned; of the calls before; NULL: nothing yet */
-    void   *call_sum;  /* owned; NULL: nothing yet */
-    term   *waiting;   /* owned */
-    term   *given;     /* owned; in no order: those that have left waiting */
-    struct slot *next; /* later microbatch */
+    int32_t      microbatch;
+    int32_t      backward; /* the model.backward call of call_sum and waiting */
+    void        *sum;      /* owned; of the calls before; NULL: nothing yet */
+    void        *call_sum; /* owned; NULL: nothing yet */
+    term        *waiting;  /* owned */
+    term        *given;    /* owned; in no order: those moved out of waiting */
+    struct slot *next;     /* later microbatch */
 } slot;
 
-/* A forward whose graph is kept. */
+/* A forward with its graph kept. */
 typedef struct open_forward {
     uint64_t             order;
     int32_t              entry;
@@ -38,13 +38,13 @@ typedef struct {
     bool         *suspect; /* owned, by parameter; NULL: none is */
 } microbatch_state;
 
-/* How many terms a request gives for a parameter.  From NEW once, at the end of a step;
- * to SEVERAL at any time. */
+/* The number of a request's terms for a parameter.  From NEW once, at the end of a
+ * step; to SEVERAL at any time. */
 typedef enum { TERMS_NEW, TERMS_ONE, TERMS_SEVERAL } term_count;
 
 typedef struct {
     slot      *slots; /* owned; by microbatch */
-    int32_t    next;  /* the first microbatch that is not finished for this parameter */
+    int32_t    next;  /* the first microbatch not finished for this parameter */
     term_count terms;
     bool       had_terms; /* in this step */
 } parameter_state;
@@ -63,7 +63,7 @@ struct smp_ledger {
     size_t            held;
 };
 
-/* --------------------------------------------------------------- who may use what */
+/* -------------------------------------------------------- users of parameters */
 
 static bool
 entry_uses(const smp_ledger *ledger, int32_t entry, int32_t parameter)
@@ -99,8 +99,8 @@ is_given(const term *terms, uint64_t order, int32_t backward)
     return false;
 }
 
-/* Whether an open request with this order, or a later one, may still give a term to the
- * parameter in that model.backward call.  s: its slot; NULL: it has none. */
+/* Whether an open request with this order, or a later one, may still give the parameter
+ * a term in this model.backward call.  s: its slot; NULL: it has none. */
 static bool
 may_come(const smp_ledger *ledger, const microbatch_state *mb, const slot *s,
          int32_t backward, uint64_t order, int32_t parameter)
@@ -164,7 +164,7 @@ add_to(smp_ledger *ledger, void **sum, void *value)
     return ledger->ops.add(ledger->ctx, sum, value);
 }
 
-/* Moves into the call's sum what waits for nothing any more, or all. */
+/* Moves terms into the call's sum: those with no more to wait for, or all. */
 static smp_status
 settle(smp_ledger *ledger, slot *s, int32_t parameter, bool all)
 {
@@ -191,7 +191,7 @@ settle(smp_ledger *ledger, slot *s, int32_t parameter, bool all)
     return SMP_OK;
 }
 
-/* The call that the slot stands at is over: its sum joins those before. */
+/* The slot's current call is over: its sum joins those before. */
 static smp_status
 end_call(smp_ledger *ledger, slot *s, int32_t parameter)
 {
@@ -205,7 +205,7 @@ end_call(smp_ledger *ledger, slot *s, int32_t parameter)
     return status;
 }
 
-/* Folds the sums of the microbatches that are finished, in order. */
+/* Folds the sums of finished microbatches, in order. */
 static smp_status
 advance(smp_ledger *ledger, int32_t parameter)
 {
@@ -244,7 +244,7 @@ advance(smp_ledger *ledger, int32_t parameter)
     return SMP_OK;
 }
 
-/* advance, and complete when that was the last microbatch. */
+/* advance, and complete after the last microbatch. */
 static smp_status
 move_on(smp_ledger *ledger, int32_t parameter)
 {
@@ -258,8 +258,8 @@ move_on(smp_ledger *ledger, int32_t parameter)
     return status;
 }
 
-/* For each parameter that the entry may use: settles what it has in the microbatch, and
- * moves on. */
+/* For each parameter of the entry: settles its terms in the microbatch, and moves
+ * on. */
 static smp_status
 move_on_all(smp_ledger *ledger, int32_t microbatch, int32_t entry)
 {
@@ -432,7 +432,7 @@ smp_ledger_close(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t
     while (*at != NULL && ((*at)->order != order || (*at)->entry != entry)) {
         at = &(*at)->next;
     }
-    if (*at == NULL) { /* a graph that outlived its microbatch */
+    if (*at == NULL) { /* a graph from a finished microbatch */
         return ledger->microbatches[microbatch].done ? SMP_OK : SMP_ERR_INVALID;
     }
     {
@@ -493,7 +493,7 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_
     }
     p = &ledger->parameters[parameter];
     p->had_terms = true;
-    if (microbatch < p->next) { /* finished, as far as anyone could know: still right
+    if (microbatch < p->next) { /* finished, as far as known by then: still right
                                    within rounding */
         p->terms = TERMS_SEVERAL;
         return ledger->ops.fold(ledger->ctx, parameter, value);
@@ -552,7 +552,7 @@ smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backward, uint64_
     }
 }
 
-/* Nothing is to come: forwards that are still open get no backward. */
+/* No term is to come: open forwards get no backward. */
 static void
 finish_microbatch(microbatch_state *mb)
 {

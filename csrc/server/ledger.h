@@ -1,31 +1,30 @@
-/* The order in which gradients are added: the same bits for every schedule and timing.
+/* The order of adding gradients: the same bits for every schedule and timing.
  *
  * Floating-point sums depend on their order, and requests finish in any order.  So a
  * contribution to a parameter's gradient waits here until its turn:
  *
  *   1. a request's contributions are summed by themselves, as the engine does;
- *   2. a microbatch's requests are summed by themselves, later ones first (the order in
- *      which their backwards end in one process);
+ *   2. a microbatch's requests are summed by themselves, later ones first (the order of
+ *      their backwards' ends in one process);
  *   3. the model.backward calls of a microbatch (mostly one) are added up in order;
  *   4. the sums are added to the gradient in microbatch order, each when no request of
  *      an earlier microbatch can contribute any more.
  *
- * A microbatch is finished for a parameter when its backward has begun and no forward
- * that may use the parameter is open, or when pp_rank 0 says that it is done.
+ * A microbatch is finished for a parameter when its backward has begun and no open
+ * forward may use the parameter, or when pp_rank 0 says so.
  *
- * The engine adds up a request's contributions before it gives them away, so a request
- * has one term for a parameter, and a term need not wait for the end of its own
- * request: else a whole backward's gradients would wait here, as large as the
- * parameters.  Only engines that run inside the request's (checkpoints that are entered
- * again) give several.  What the first step with terms for a parameter shows is taken
- * to hold: where each request gave one, later steps expect one.  A second one that
- * comes all the same is added when it comes, right within rounding, and from then on
- * both wait.
+ * The engine adds up a request's contributions before it gives them away: a request has
+ * one term for a parameter.  So a term need not wait for the end of its own request:
+ * else a whole backward's gradients would wait here, as large as the parameters.  Only
+ * engines inside the request's (checkpoints entered again) give several.  The first
+ * step with terms for a parameter is taken to hold: where each request gave one, later
+ * steps expect one.  An unexpected second one is added on arrival, right within
+ * rounding, and from then on both wait.
  *
- * Ownership  Terms are opaque; the ledger owns those it holds and gives them to
- *            ops->add, ops->fold or ops->drop.
+ * Ownership  Terms are opaque; the ledger owns its terms and gives them to ops->add,
+ *            ops->fold or ops->drop.
  * Threads    The holder of the server's baton.
- * Errors     SMP_ERR_NO_MEMORY, or what an op returned.
+ * Errors     SMP_ERR_NO_MEMORY, or an op's.
  */
 #ifndef SMP_SERVER_LEDGER_H
 #define SMP_SERVER_LEDGER_H
@@ -48,8 +47,8 @@ typedef struct {
 } smp_ledger_ops;
 
 /* Entry e (0 <= e < nentries) may use the parameters uses[first[e]] ... uses[first[e+1]
- * - 1], ascending.  Entry -1 is the step function, which may use all.  The arrays are
- * copied, ops too; ctx is borrowed. */
+ * - 1], ascending.  Entry -1, the step function, may use all.  The arrays are copied,
+ * ops too; ctx is borrowed. */
 smp_status smp_ledger_create(int32_t nparameters, int32_t nentries,
                              const int32_t *first, const int32_t *uses,
                              const smp_ledger_ops *ops, void *ctx, smp_ledger **out);
@@ -80,15 +79,17 @@ smp_status smp_ledger_add(smp_ledger *ledger, int32_t microbatch, int32_t backwa
 /* The microbatch is done: nothing of it is to come. */
 smp_status smp_ledger_done(smp_ledger *ledger, int32_t microbatch);
 
-/* The step is over: folds what is left, in order; or drops it, after a failure. */
+/* The step is over: end folds the remaining terms, in order; abandon drops them, after
+ * a failure. */
 smp_status smp_ledger_end(smp_ledger *ledger);
 void       smp_ledger_abandon(smp_ledger *ledger);
 
 /* Terms held now, for tests and reports. */
 size_t smp_ledger_held(const smp_ledger *ledger);
 
-/* Calls visit with each of them, in no order, until one call does not return SMP_OK;
- * that status.  A term is lent for the call, which must not come back to the ledger. */
+/* Calls visit with each of them, in no order, until a call returns another status than
+ * SMP_OK, and returns that status.  A term is lent for the call; visit must not call
+ * the ledger. */
 smp_status smp_ledger_visit(const smp_ledger *ledger,
                             smp_status (*visit)(void *ctx, void *term), void *ctx);
 

@@ -18,8 +18,8 @@ typedef struct {
 struct smp_lineup {
     int       tp_rank;
     int       tp_size;
-    int       leader; /* whose list it is */
-    smp_key  *keys;   /* owned: what that has issued in this step, as far as known */
+    int       leader; /* the rank of the list */
+    smp_key  *keys; /* owned: the leader's collectives of this step, as far as known */
     size_t    nkeys;
     size_t    room;
     uint64_t  issued; /* by this rank: keys[0 .. issued) */
@@ -179,7 +179,7 @@ smp_lineup_range(const smp_lineup *lineup, uint64_t *least, uint64_t *most)
     }
 }
 
-/* A rank that has ended with fewer than the leader has issued, as far as known. */
+/* A rank at its end with fewer collectives than the leader's, as far as known. */
 static bool
 find_short(const smp_lineup *lineup, smp_lineup_gap *gap)
 {

@@ -1,12 +1,12 @@
-/* The order in which the ranks of a TP_GROUP issue the collectives of modules.
+/* The order of the collectives of modules, the same on all ranks of a TP_GROUP.
  *
  * Each rank's server runs requests in an order of its own, and a collective needs one
- * order on all ranks.  So every collective has a key, which each rank knows by itself.
- * tp_rank 0 issues as its program gets there, and appends the key to a list that the
- * others hear; they issue when the next key of the list is their own.
+ * order on all ranks.  So every collective has a key, known to each rank by itself.
+ * tp_rank 0 issues in its program's order, and appends each key to a list, sent to the
+ * others.  Another rank issues when the next key of the list is its own.
  *
- * When a rank makes no more collectives in the step it tells how many it has issued.
- * Ranks that told different numbers do not make the same calls.
+ * At the end of its collectives in the step, a rank tells their number.  Different
+ * numbers mean different calls.
  *
  * Threads  None: the holder of the server's baton.
  */
@@ -29,8 +29,8 @@ typedef struct {
     uint64_t call;       /* server/calls.h; a backward's follows from its forward's */
     int32_t  microbatch; /* for people, as all below but number */
     int32_t  phase;      /* smp_phase */
-    uint32_t time;       /* which call of the module by its task, from 0 */
-    uint32_t number;     /* which collective of the call, from 0 */
+    uint32_t time;       /* the number of the module's call by its task, from 0 */
+    uint32_t number;     /* the number of the collective in the call, from 0 */
     char     path[SMP_KEY_PATH]; /* the module's; of a long one the end */
 } smp_key;
 
@@ -43,9 +43,9 @@ bool smp_key_equal(const smp_key *a, const smp_key *b);
  * The number of bytes without the NUL. */
 size_t smp_key_write(const smp_key *key, char *out, size_t room);
 
-/* in_sequence: what runs has one order on all ranks (server/sequence.h), and so have
- * the collectives: each rank issues as its program gets there, and hears no keys.  Then
- * tp_rank, here and below, is dp_rank.  SMP_ERR_NO_MEMORY. */
+/* in_sequence: runs, and so collectives, have one order on all ranks
+ * (server/sequence.h): each rank issues in its program's order, and hears no keys.
+ * Then tp_rank, here and below, is dp_rank.  SMP_ERR_NO_MEMORY. */
 smp_status smp_lineup_create(int tp_rank, int tp_size, bool in_sequence,
                              smp_lineup **out);
 void       smp_lineup_destroy(smp_lineup *lineup);
@@ -65,19 +65,19 @@ smp_status smp_lineup_hear(smp_lineup *lineup, const smp_key *key);
 /* A rank, this one too, makes no more; it has issued so many. */
 void smp_lineup_end(smp_lineup *lineup, int tp_rank, uint64_t issued);
 
-/* How many this rank has issued. */
+/* The number issued by this rank. */
 uint64_t smp_lineup_issued(const smp_lineup *lineup);
 
 /* Whether a rank has ended; and every one. */
 bool smp_lineup_has_ended(const smp_lineup *lineup, int tp_rank);
 bool smp_lineup_is_over(const smp_lineup *lineup);
 
-/* The fewest and the most that a rank has issued, of those that ended. */
+/* The fewest and the most collectives of a rank, among ranks at their end. */
 void smp_lineup_range(const smp_lineup *lineup, uint64_t *least, uint64_t *most);
 
-/* What shows by now that the ranks do not make the same calls: a collective that one of
- * them has called and another has ended without.  wanted: what this rank has called and
- * may not issue; NULL: nothing.  False: all is well so far. */
+/* Evidence of different calls by now: one rank's collective, missing at another rank's
+ * end.  wanted: this rank's collective, called and not to be issued yet; NULL: none.
+ * False: all is well so far. */
 typedef struct {
     smp_key key;
     int     caller; /* tp_rank */

@@ -1,9 +1,9 @@
-/* Which calls differ, in words. */
+/* Different calls, in words. */
 #include "server/mismatch.h"
 
 #include <stdio.h>
 
-/* A collective that a rank has called and others have not; key NULL: none. */
+/* A collective called by one rank and not by others; key NULL: none. */
 typedef struct {
     int            rank; /* of the comm */
     const smp_key *key;
@@ -36,7 +36,7 @@ smp_mismatch_write_rests(const smp_grid *grid, const char *const *names,
     snprintf(out, room, "%s: %.500s; %s: %.500s", names[leader], its, names[own], ours);
 }
 
-/* Waits that a board shows: 0 .. most_shown() - 1. */
+/* Waits shown by a board: 0 .. most_shown() - 1. */
 static int32_t
 most_shown(const smp_standing *standing)
 {
@@ -44,9 +44,9 @@ most_shown(const smp_standing *standing)
                                                  : SMP_STANDING_WAITS;
 }
 
-/* Tries the calls of tp_rank 0 that this rank, of another tp_rank, has not made, beside
- * `own`.  Of one microbatch, a call on each side is what differs: it is at one place at
- * a time.  True: *left is such a call; else perhaps some call. */
+/* Tries the calls of tp_rank 0 missing on this rank, of another tp_rank, beside `own`.
+ * Two calls of one microbatch, one on each side, are the difference: a microbatch is at
+ * one place at a time.  True: *left is such a call; else perhaps some call. */
 static bool
 find_other_call(const smp_grid *grid, const smp_still *of, int tp_rank,
                 const smp_key *own, lone_call *left)
@@ -71,8 +71,8 @@ find_other_call(const smp_grid *grid, const smp_still *of, int tp_rank,
     return false;
 }
 
-/* What this tp_rank and tp_rank 0 have called of the same microbatch, each alone; else
- * what one of them has.  False: nothing. */
+/* The calls of this tp_rank and of tp_rank 0 in the same microbatch, each alone; else
+ * one rank's.  False: none. */
 static bool
 find_lone_calls(const smp_grid *grid, const smp_still *of, int tp_rank, lone_call *left,
                 lone_call *right)

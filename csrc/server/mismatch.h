@@ -1,11 +1,11 @@
-/* What errors say when the ranks do not call the same.
+/* The text of errors about different calls of the ranks.
  *
- * Three places find that: the line-up of collectives (server/lineup.h), the sequence of
- * runs (server/sequence.h), and the answers of ranks that all wait
+ * Three places find these: the line-up of collectives (server/lineup.h), the sequence
+ * of runs (server/sequence.h), and the answers of ranks in a deadlock
  * (server/detection.h).
  *
- * names: what errors call the ranks, by rank of the comm.  A text has at most `room`
- * bytes with the final NUL.
+ * names: the ranks' in errors, by rank of the comm.  A text has at most `room` bytes
+ * with the final NUL.
  *
  * Threads  any: nothing is kept.
  */
@@ -33,8 +33,8 @@ void smp_mismatch_write_rests(const smp_grid *grid, const char *const *names,
                               smp_board *board, const smp_sequence_gap *gap, char *out,
                               size_t room);
 
-/* All ranks wait; of: what each does, by rank of the comm.  Whether that is because
- * tp_rank 0 and another one do not make the same calls. */
+/* All ranks wait; of: their answers, by rank of the comm.  Whether the cause is
+ * different calls by tp_rank 0 and another one. */
 bool smp_mismatch_write_calls(const smp_grid *grid, const char *const *names,
                               const smp_still *of, char *out, size_t room);
 

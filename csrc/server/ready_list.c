@@ -1,4 +1,4 @@
-/* Messages, workers and turns that could run. */
+/* Messages, workers and turns ready to run. */
 #include "server/ready_list.h"
 
 #include <stdatomic.h>
@@ -27,7 +27,7 @@ make_room(smp_ready_list *list, const smp_ready_sources *sources)
     return SMP_OK;
 }
 
-/* The messages of this step.  A response that nobody waits for yet stays: its worker
+/* The messages of this step.  A response without a waiting worker stays: its worker
  * will ask. */
 static void
 add_messages(smp_ready_list *list, const smp_ready_sources *sources)
@@ -54,7 +54,7 @@ add_messages(smp_ready_list *list, const smp_ready_sources *sources)
     }
 }
 
-/* Whether what the worker waits for has come about, where no message says so. */
+/* Whether the worker's wait is over, where no message says so. */
 static bool
 may_go_on(const smp_ready_sources *sources, const smp_worker *w, smp_ready_kind *kind)
 {

@@ -1,4 +1,4 @@
-/* The ready list: all that this rank could run now, for smp_choose() (server/choice.h).
+/* The ready list: this rank's possible next runs, for smp_choose() (server/choice.h).
  *
  * Threads  None: the holder of the server's baton.
  */
@@ -23,7 +23,7 @@ typedef struct {
     size_t     room;
 } smp_ready_list;
 
-/* Where it is looked up; all borrowed for the call. */
+/* The list's sources; all borrowed for the call. */
 typedef struct {
     uint32_t           step;
     const smp_backlog *backlog;
@@ -33,8 +33,8 @@ typedef struct {
     smp_schedule      *schedule; /* NULL but on pp_rank 0 */
 } smp_ready_sources;
 
-/* Lists it anew.  An index is that of a message in the backlog (RESPONSE, REQUEST), or
- * a worker's number (ISSUE, OVER, GATE).  SMP_ERR_NO_MEMORY. */
+/* Lists it anew.  An index is a message's in the backlog (RESPONSE, REQUEST), or a
+ * worker's number (ISSUE, OVER, GATE).  SMP_ERR_NO_MEMORY. */
 smp_status smp_ready_list_fill(smp_ready_list *list, const smp_ready_sources *sources);
 
 void smp_ready_list_fini(smp_ready_list *list);

@@ -1,8 +1,9 @@
-/* Where the main thread rests during a step: it wakes for the baton and for signals.
+/* The main thread's place of rest during a step: it wakes for the baton and for
+ * signals.
  *
- * Python writes a byte for each signal that it handles to a descriptor of the caller's
- * choice (signal.set_wakeup_fd), whichever thread the signal came to.  That byte stays,
- * so no signal is missed, also one that comes just before the wait.
+ * Python writes a byte for each handled signal to a descriptor of the caller's choice
+ * (signal.set_wakeup_fd), on any thread.  The byte stays, so no signal is missed, even
+ * just before the wait.
  *
  * Threads  give: any, once a wait.  wait: one.
  */
@@ -24,8 +25,8 @@ void       smp_rest_fini(smp_rest *rest);
 
 void smp_rest_give(smp_rest *rest);
 
-/* True: given.  False: signals came; their numbers went on to `forward`, where that is
- * a descriptor (not -1). */
+/* True: given.  False: signals came; their numbers went on to `forward`, a descriptor
+ * or -1. */
 bool smp_rest_wait(smp_rest *rest, int forward);
 
 #endif

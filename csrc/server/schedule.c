@@ -1,4 +1,4 @@
-/* Which microbatch starts next: three orders over one small state per microbatch. */
+/* The next microbatch's start: three orders over one small state per microbatch. */
 #include "server/schedule.h"
 
 #include <assert.h>
@@ -24,7 +24,7 @@ struct smp_schedule {
     int32_t           microbatches;
     int32_t           active_limit;
     int32_t           active;       /* started and not done */
-    int32_t           next_forward; /* the lowest microbatch that is WAITING */
+    int32_t           next_forward; /* the lowest WAITING microbatch */
     int32_t           done;
     smp_turn         *turns; /* owned; LISTED only */
     int32_t           nturns;
@@ -41,7 +41,7 @@ turns_are_valid(const smp_turn *turns, int32_t nturns, int32_t microbatches)
 
     for (int32_t i = 0; valid && i < nturns; i++) {
         int32_t mb = turns[i].microbatch;
-        bool   *of; /* what was seen of it: forward, backward */
+        bool   *of; /* its seen phases: forward, backward */
 
         if (mb < 0 || mb >= microbatches) {
             valid = false;
@@ -63,8 +63,8 @@ turns_are_valid(const smp_turn *turns, int32_t nturns, int32_t microbatches)
     return valid;
 }
 
-/* The turn that a listed schedule stands at, past the backwards of runs that ended
- * without one.  False at the end of the list. */
+/* The current turn of a listed schedule, past the backwards of runs without one.  False
+ * at the end of the list. */
 static bool
 listed_turn(smp_schedule *schedule, smp_turn *turn)
 {

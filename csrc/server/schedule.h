@@ -1,8 +1,8 @@
-/* Which microbatch's forward or backward the step's rank starts next.
+/* The schedule: the order of forwards and backwards started by pp_rank 0.
  *
- * pp_rank 0 runs the step function once a microbatch.  Each run pauses where it
- * calls model.backward and goes on when the schedule says so, so a schedule is an
- * order of (microbatch, phase) pairs and nothing else.  [paper, section 4.3]
+ * pp_rank 0 runs the step function once a microbatch.  Each run pauses at
+ * model.backward and goes on when the schedule says so: a schedule is an order of
+ * (microbatch, phase) pairs and nothing else.  [paper, section 4.3]
  *
  *     WAITING --> FORWARD --> READY --> BACKWARD --> DONE
  *                    |                                ^
@@ -25,7 +25,7 @@ const char *smp_phase_name(smp_phase phase);
 
 typedef enum {
     SMP_SCHEDULE_SIMPLE,      /* all forwards, then all backwards */
-    SMP_SCHEDULE_INTERLEAVED, /* a backward that is ready, else the next forward */
+    SMP_SCHEDULE_INTERLEAVED, /* a READY backward, else the next forward */
     SMP_SCHEDULE_LISTED,      /* the user's order, followed strictly */
 } smp_schedule_kind;
 
@@ -45,11 +45,11 @@ smp_status smp_schedule_create(smp_schedule_kind kind, int32_t microbatches,
                                smp_schedule **out);
 void       smp_schedule_destroy(smp_schedule *schedule);
 
-/* What may start now in this phase: false when only waiting can help.  Changes nothing
- * that can be seen. */
+/* The microbatch to start now in this phase; false: only waiting can help.  No visible
+ * change. */
 bool smp_schedule_next(smp_schedule *schedule, smp_phase phase, int32_t *microbatch);
 
-/* What smp_schedule_next() said starts. */
+/* Starts the microbatch of smp_schedule_next(). */
 void smp_schedule_start(smp_schedule *schedule, smp_phase phase, int32_t microbatch);
 
 /* The run of `microbatch` reached model.backward. */

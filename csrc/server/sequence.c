@@ -15,7 +15,7 @@ typedef struct {
 
 struct smp_sequence {
     bool     leads;
-    run     *runs; /* owned: what the leader has run in this step, as far as known */
+    run     *runs; /* owned: the leader's runs of this step, as far as known */
     size_t   nruns;
     size_t   room;
     size_t   ran;     /* by this rank: runs[0 .. ran) */

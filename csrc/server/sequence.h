@@ -1,14 +1,14 @@
-/* One order of all that runs, on all ranks that have the same pp_rank.
+/* The sequence: one order of all runs, on all ranks with the same pp_rank.
  *
- * A module that calls a collective of its own holds the baton in it.  So the ranks of a
- * DP_GROUP, each in a pipeline of its own, must let their tasks run in one order.  The
- * leader, dp_rank 0, runs what it likes, and what it runs makes a list that the others
- * hear; they run what is next in the list when they can.  Nobody waits in a circle:
- * what the leader ran first needs only what it ran before.
+ * A module in a collective of its own holds the baton.  So the ranks of a DP_GROUP,
+ * each in a pipeline of its own, must let their tasks run in one order.  The leader,
+ * dp_rank 0, chooses freely, and its runs make a list, sent to the others.  They run
+ * the next one of the list when they can.  No ranks wait in a circle: a run of the
+ * leader needs only its earlier runs.
  *
- * All that a task does until it gives the baton away is one run.  How a run came to
- * rest (over, or waiting for what) is alike on all ranks, too; the leader tells that,
- * and where it is not alike the ranks' programs differ.
+ * One run is all work of a task until it gives the baton away.  A run's rest (over, or
+ * a wait) is alike on all ranks, too; the leader tells its own, and another rest means
+ * different programs.
  *
  * Threads  None: the holder of the server's baton.
  */
@@ -25,8 +25,8 @@
 
 typedef struct smp_sequence smp_sequence;
 
-/* What the leader tells the others: the rest of its last run, what it runs next, or
- * both.  Travels as it is. */
+/* The leader's word to the others: the rest of its last run, its next run, or both.
+ * Travels as it is. */
 typedef struct {
     int32_t   rests; /* `rest` counts */
     int32_t   runs;  /* `next` counts */
@@ -34,7 +34,7 @@ typedef struct {
     smp_ready next; /* arrival and index: 0 */
 } smp_sequence_word;
 
-/* How a run of this rank came to rest otherwise than the leader's. */
+/* A rest of this rank's run unlike the leader's. */
 typedef struct {
     smp_wait leader;
     smp_wait own;
@@ -49,26 +49,27 @@ void smp_sequence_begin(smp_sequence *sequence);
 
 bool smp_sequence_leads(const smp_sequence *sequence);
 
-/* Where the next of the list is among what is ready here; -1: nowhere, or it is not
+/* The index of the list's next run among the ready ones here; -1: not ready, or not
  * known yet.  Not the leader's. */
 ptrdiff_t smp_sequence_find(const smp_sequence *sequence, const smp_ready *ready,
                             size_t n);
 
-/* This rank runs it: the leader what it has chosen, the others what was found.
+/* This rank runs it: the leader its choice, the others the found one.
  * SMP_ERR_NO_MEMORY. */
 smp_status smp_sequence_run(smp_sequence *sequence, const smp_ready *next);
 
-/* What runs has given the baton away.  Does nothing where nothing ran. */
+/* The run has given the baton away.  Does nothing without a run. */
 void smp_sequence_rest(smp_sequence *sequence, const smp_wait *rest);
 
-/* What the leader has yet to tell; false: nothing, or this is not the leader.  It is
- * told then. */
+/* The leader's next word, then taken as told; false: none, or this is not the
+ * leader. */
 bool smp_sequence_tell(smp_sequence *sequence, smp_sequence_word *out);
 
-/* The leader has told.  SMP_ERR_NO_MEMORY; SMP_ERR_MALFORMED: no leader says that. */
+/* A word of the leader has come.  SMP_ERR_NO_MEMORY; SMP_ERR_MALFORMED: no leader's
+ * word. */
 smp_status smp_sequence_hear(smp_sequence *sequence, const smp_sequence_word *word);
 
-/* What shows by now that the ranks do not run the same.  False: all is well so far. */
+/* Evidence of different runs by now.  False: all is well so far. */
 bool smp_sequence_differs(const smp_sequence *sequence, smp_sequence_gap *gap);
 
 #endif

@@ -1,10 +1,10 @@
-/* The module server: who works next.
+/* The module server: the choice of the next thread to work.
  *
- * Everything below is guarded by the baton: only the thread that holds it reads or
- * writes the server, so there is no lock.  The exceptions are atomic and say so.
+ * Everything below is guarded by the baton: only its holder reads or writes the server,
+ * without a lock.  The exceptions are atomic and say so.
  *
- * What runs next of the ready list is server/choice.h's.  What arrives and starts no
- * task is server/control.h's.
+ * server/choice.h chooses from the ready list; server/control.h handles messages
+ * without a task.
  */
 #define _GNU_SOURCE
 #include "server/server.h"
@@ -66,7 +66,7 @@ work_of(const smp_worker *self)
         .microbatch = self->microbatch, .entry = self->entry, .phase = self->phase};
 }
 
-/* ---------------------------------------------------------------- what runs next */
+/* ---------------------------------------------------------------- the next run */
 
 /* Gives a new task to self when it is idle, else to an idle worker.  False: there is
  * no thread for it. */
@@ -125,7 +125,7 @@ start_turn(smp_server *server, smp_worker *self, smp_phase phase, int32_t microb
     return true;
 }
 
-/* What goes first of all that could run.  False: nothing. */
+/* The first one to run of the ready list.  False: none. */
 static bool
 choose(smp_server *server, smp_ready *next)
 {
@@ -159,7 +159,7 @@ choose(smp_server *server, smp_ready *next)
     return best >= 0;
 }
 
-/* Runs that.  False: there is nothing, or no thread for it. */
+/* Runs that one.  False: none, or no thread for it. */
 static bool
 run_next(smp_server *server, smp_worker *self)
 {
@@ -202,7 +202,7 @@ step_is_over(smp_server *server)
            (server->schedule == NULL || smp_control_is_settled(server->control));
 }
 
-/* What ran in a sequence gives the baton away. */
+/* The run of a sequence gives the baton away. */
 static void
 come_to_rest(smp_server *server, const smp_worker *self)
 {
@@ -215,7 +215,7 @@ come_to_rest(smp_server *server, const smp_worker *self)
     }
 }
 
-/* Some worker that is inside a task, for unwinding: self if it is; NULL: none. */
+/* A worker inside a task, for unwinding: self first; NULL: none. */
 static smp_worker *
 who_unwinds(const smp_server *server, smp_worker *self)
 {
@@ -233,8 +233,8 @@ give_to_main(smp_server *server, smp_worker *self)
     smp_seat_wait(&self->seat, 0);
 }
 
-/* Self has nothing to do: finds who has.  Returns when self was given a reason to go
- * on (self->why). */
+/* Self has nothing to do: finds the worker with work.  Returns when self has a reason
+ * to go on (self->why). */
 static void
 dispatch(smp_server *server, smp_worker *self)
 {
@@ -252,7 +252,7 @@ dispatch(smp_server *server, smp_worker *self)
             smp_control_fail(control, SMP_ERR_INTERRUPTED);
         }
         if (!smp_control_failed(control) && no_work_is_left(server) &&
-            who_unwinds(server, self) != NULL) { /* an end that came too early */
+            who_unwinds(server, self) != NULL) { /* a premature end */
             smp_control_fail(control, SMP_ERR_MALFORMED);
         }
         if (smp_control_failed(control)) {

@@ -1,9 +1,9 @@
 /* The module server: one rank's requests, workers and baton.
  *
  * During a step exactly one thread of the rank works: it holds the baton.  A worker
- * whose remote call is under way hands the baton on; whoever holds it with nothing
- * to run waits on the comm's doorbell itself, so no thread stands between a message
- * and the worker that runs it.  [paper, section 4.2; design.md, section 4]
+ * with its remote call under way hands the baton on.  A holder with nothing to run
+ * waits on the comm's doorbell itself: no thread stands between a message and its
+ * worker.  [paper, section 4.2; design.md, section 4]
  *
  *     IDLE --task--> EXECUTING --remote call--> PENDING
  *      ^                 |  ^                      |
@@ -12,8 +12,8 @@
  * Ownership  The server borrows the comm.  Messages handed to ops->execute and
  *            returned by smp_server_wait() are the receiver's.
  * Threads    create, step, destroy: the main thread.  wait, backward_point, fail,
- *            next_call: the worker that holds the baton.  No function needs the GIL;
- *            those that block must be called without it.
+ *            next_call: the worker with the baton.  No function needs the GIL; blocking
+ *            ones must be called without it.
  */
 #ifndef SMP_SERVER_SERVER_H
 #define SMP_SERVER_SERVER_H
@@ -22,7 +22,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 #include "server/board.h"
 #include "server/envelope.h"
@@ -32,7 +32,7 @@
 
 typedef struct smp_server smp_server;
 
-/* What the server runs; called by the thread that holds the baton, with no lock. */
+/* The server's callbacks, called by the baton's holder, with no lock. */
 typedef struct {
     /* On a worker thread, before its first and after its last task. */
     void (*worker_begin)(void *ctx);
@@ -44,7 +44,7 @@ typedef struct {
     /* Runs the step function for one microbatch (pp_rank 0). */
     void (*run_root)(void *ctx, int32_t microbatch);
 
-    /* A note that starts no task (SMP_MSG_RELEASE, _CLOSED, _FORWARD_DONE); takes it.
+    /* A note without a task (SMP_MSG_RELEASE, _CLOSED, _FORWARD_DONE); takes it.
      * SMP_MSG_SETTLE: pp_rank 0 ran another step than smp_server_describe() said. */
     void (*note)(void *ctx, smp_message *note);
 
@@ -53,14 +53,14 @@ typedef struct {
     bool (*check_signals)(void *ctx);
 } smp_server_ops;
 
-/* A rank among those of the comm, which are pipelines one behind the other: pipeline *
- * pp_size + pp_rank. */
+/* A rank of the comm, with its pipelines one behind the other: pipeline * pp_size +
+ * pp_rank. */
 typedef struct {
     int  rank;      /* of the comm */
     int  pipelines; /* of an MP_GROUP, by tp_rank; or in_sequence of all, by dp_rank */
     bool in_sequence;         /* all ranks of a pp_rank run the same in one order
                                  (server/sequence.h) */
-    const char *const *names; /* what errors call the ranks, by rank of the comm */
+    const char *const *names; /* the ranks' names in errors, by rank of the comm */
 } smp_server_place;
 
 /* place and ops are copied, ctx, comm and names are borrowed until destroy.
@@ -72,36 +72,36 @@ smp_status smp_server_create(smp_comm *comm, const smp_server_place *place, int 
 void smp_server_destroy(smp_server *server);
 
 /* Runs one step and returns when it ended.  schedule: pp_rank 0's, taken; NULL on the
- * other ranks, which serve until SMP_MSG_STEP_END comes: *end is that message (the
+ * other ranks: they serve until SMP_MSG_STEP_END comes, and *end is that message (the
  * caller's).  step numbers the steps of the job, from 1, alike on all ranks.
  *
  * SMP_ERR_CLOSED       the step failed: smp_server_fail() here, or SMP_MSG_ABORT from
- *                      another rank, which is *end then.
+ *                      another rank, then *end.
  * SMP_ERR_INTERRUPTED  check_signals said so.  Not when pp_rank 0 had ended the step by
  *                      then: SMP_OK, it went well on every rank.
- * SMP_ERR_PEER_LOST    a rank died; smp_server_awaited() says what was waited for.
+ * SMP_ERR_PEER_LOST    a rank died; smp_server_awaited() has the wait.
  * SMP_ERR_DEADLOCK     on rank 0 of the comm: no rank has anything to run and no
  *                      message or collective is under way; smp_server_write_deadlock()
- *                      says who waits for what.
- * SMP_ERR_MISMATCH     the tp_ranks do not make the same calls of modules with
- *                      collectives, or in a sequence ranks do not run the same;
- *                      smp_server_mismatch() says which.
- * SMP_ERR_UNREACHABLE  smp_server_left() has left the job: it makes fewer steps.
+ *                      has the waits of all ranks.
+ * SMP_ERR_MISMATCH     the tp_ranks make different calls of modules with collectives,
+ *                      or in a sequence the ranks' runs differ; smp_server_mismatch()
+ *                      names them.
+ * SMP_ERR_UNREACHABLE  rank smp_server_left() has left the job, with fewer steps.
  * SMP_ERR_MALFORMED, SMP_ERR_NO_THREAD.
  *
  * After a failure no worker is inside a task and the server can run the next step. */
 smp_status smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
                            smp_message **end);
 
-/* What this rank's next step is, for comparison with pp_rank 0's; borrowed until it is
- * over.  Without it the step is described by no bytes. */
+/* The description of this rank's next step, for comparison with pp_rank 0's; borrowed
+ * until the step is over.  The default is no bytes. */
 void smp_server_describe(smp_server *server, const void *bytes, size_t nbytes);
 
 /* A call's number: unique among this rank's. */
 uint64_t smp_server_next_call(smp_server *server);
 
-/* Waits for the response to `call`, with the baton given away.  kind, entry and owner
- * say on the board what that is.  SMP_ERR_CLOSED: the step failed, unwind. */
+/* Waits for the response to `call`, with the baton given away.  kind, entry and owner:
+ * the wait on the board.  SMP_ERR_CLOSED: the step failed, unwind. */
 smp_status smp_server_wait(smp_server *server, uint64_t call, smp_wait_kind kind,
                            int32_t entry, int owner, smp_message **response);
 
@@ -112,20 +112,20 @@ void smp_server_forward_done(smp_server *server, int32_t microbatch);
  * SMP_ERR_CLOSED: the step failed, unwind. */
 smp_status smp_server_backward_point(smp_server *server, int32_t microbatch);
 
-/* The gates of this rank's modules that change buffers; borrowed until replaced. */
+/* The gates of this rank's modules with changing buffers; borrowed until replaced. */
 void smp_server_set_turns(smp_server *server, smp_turns *turns);
 
 /* Waits until the microbatch may pass the gate.  SMP_ERR_CLOSED: unwind. */
 smp_status smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch);
 
-/* A collective of a module; all by the worker that calls it, in this order.
+/* A collective of a module; all by the calling worker, in this order.
  *
- * line_up           waits until it is the next that this rank may issue.
- *                   SMP_ERR_CLOSED: unwind.
- * issued            says that it has been, before the baton was given away.
+ * line_up           waits until it is this rank's next to issue.  SMP_ERR_CLOSED:
+ *                   unwind.
+ * issued            reports the issue, before the baton is given away.
  *                   SMP_ERR_NO_MEMORY.
- * await_collective  waits until *over, which any thread may set and then call
- *                   smp_comm_wake(); before: what smp_server_issued_so_far() was before
+ * await_collective  waits until *over: any thread may set it and then call
+ *                   smp_comm_wake(); before: smp_server_issued_so_far() before
  *                   `issued`.  SMP_ERR_CLOSED: unwind. */
 smp_status smp_server_line_up(smp_server *server, const smp_key *key);
 smp_status smp_server_issued(smp_server *server, const smp_key *key);
@@ -133,55 +133,54 @@ smp_status smp_server_await_collective(smp_server *server, const smp_key *key,
                                        uint64_t before, const _Atomic bool *over);
 uint64_t   smp_server_issued_so_far(const smp_server *server);
 
-/* After a step that failed: the fewest and the most collectives that a rank of the same
- * pp_rank issued in it.  False: one has not said so within timeout_ns of the last
+/* After a failed step: the fewest and the most collectives issued in it by a rank of
+ * the same pp_rank.  False: a rank's number is missing timeout_ns after the last
  * message.  The main thread. */
 bool smp_server_collectives_ended(smp_server *server, int64_t timeout_ns,
                                   uint64_t *least, uint64_t *most);
 
-/* Whether this rank had done all its part of the last step before that failed; and
- * whether all of the same pp_rank had, which counts after
- * smp_server_collectives_ended(). */
+/* Whether this rank had done all its part of the last step before its failure.
+ * Likewise all of the same pp_rank, known after smp_server_collectives_ended(). */
 bool smp_server_ended_in_order(const smp_server *server);
 bool smp_server_all_ended_in_order(const smp_server *server);
 
-/* This rank does not make this step, which has failed: it issues nothing in it.  The
- * main thread. */
+/* This rank leaves out this failed step: it issues nothing in it.  The main thread. */
 void smp_server_leave_out(smp_server *server, uint32_t step);
 
-/* Reads what has arrived, or does within timeout_ns: the step may have failed elsewhere
- * already. */
+/* Reads the arrived messages, and those within timeout_ns: the step may have failed
+ * elsewhere already. */
 void smp_server_hear(smp_server *server, int64_t timeout_ns);
 
-/* Ends the step when the task that runs comes to its end or waits.  For check_signals
- * to call before it gives back what workers need to go on; false does it too, later.
+/* Ends the step when the running task ends or waits.  check_signals calls this before
+ * it gives back the things that workers wait for; returning false does it too, later.
  * The main thread, in a step. */
 void smp_server_interrupt(smp_server *server);
 
-/* Ends the step; the worker that calls it then unwinds. */
+/* Ends the step; the calling worker then unwinds. */
 void smp_server_fail(smp_server *server);
 
-/* Whether the step under way has failed (the worker that holds the baton). */
+/* Whether the step under way has failed (the worker with the baton). */
 bool smp_server_failed(const smp_server *server);
 
-/* What this rank does and waits for; lives as long as the server. */
+/* The board of this rank; lives as long as the server. */
 smp_board *smp_server_board(smp_server *server);
 
-/* After SMP_ERR_MISMATCH: the calls that differ. */
+/* After SMP_ERR_MISMATCH: the different calls. */
 const char *smp_server_mismatch(const smp_server *server);
 
-/* What a task of the last step waited for when a rank was lost; "" for nothing. */
+/* A task's wait in the last step when a rank was lost; "" for none. */
 const char *smp_server_awaited(const smp_server *server);
 
-/* Which rank of the comm had left, after SMP_ERR_UNREACHABLE. */
+/* The departed rank of the comm, after SMP_ERR_UNREACHABLE. */
 int smp_server_left(const smp_server *server);
 
-/* After SMP_ERR_DEADLOCK, and SMP_ERR_MISMATCH on rank 0 of the comm: what each rank
- * waits for, as smp_board_write(). */
+/* After SMP_ERR_DEADLOCK, and SMP_ERR_MISMATCH on rank 0 of the comm: the waits of each
+ * rank, as smp_board_write(). */
 size_t smp_server_write_deadlock(smp_server *server, char *out, size_t room);
 
-/* Where a signal handler writes a byte for each signal (signal.set_wakeup_fd); those
- * bytes go on to `forward`, -1 for nowhere.  The main thread, between steps. */
+/* The descriptor for a signal handler's bytes, one for each signal
+ * (signal.set_wakeup_fd); those bytes go on to `forward`, -1 for nowhere.  The main
+ * thread, between steps. */
 int  smp_server_signal_fd(const smp_server *server);
 void smp_server_forward_signals(smp_server *server, int forward);
 

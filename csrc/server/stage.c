@@ -1,4 +1,4 @@
-/* A line-up or a sequence, and the messages that keep it alike on all ranks. */
+/* A line-up or a sequence, and the messages to keep it alike on all ranks. */
 #include "server/stage.h"
 
 #include <stdlib.h>
@@ -77,7 +77,7 @@ smp_stage_sequence(smp_stage *stage)
     return stage->sequence;
 }
 
-/* Of one that has gone server/control.c hears otherwise. */
+/* A lost rank shows in server/control.c. */
 static void
 send_to_others(smp_stage *stage, const void *bytes, size_t nbytes)
 {

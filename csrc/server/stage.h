@@ -1,8 +1,8 @@
 /* A stage: the ranks of one pp_rank, one in each pipeline.
  *
  * They issue the collectives of modules in one order (server/lineup.h), or run all in
- * one order (server/sequence.h), and tell one another when they are through with a
- * step. The messages are KEY, RUNS and ISSUED.
+ * one order (server/sequence.h).  Each tells the others when it is through with a step.
+ * The messages are KEY, RUNS and ISSUED.
  *
  * Threads  None: the holder of the server's baton, or the main thread between steps.
  */
@@ -12,7 +12,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 #include "server/grid.h"
 #include "server/lineup.h"
@@ -35,25 +35,25 @@ const smp_lineup *smp_stage_lineup(const smp_stage *stage);
 /* The order of runs, for the caller to use; NULL: each rank has an order of its own. */
 smp_sequence *smp_stage_sequence(smp_stage *stage);
 
-/* This rank has issued a collective, as it might: tells those that follow it.
+/* This rank has issued a collective, in its turn: tells its followers.
  * SMP_ERR_NO_MEMORY. */
 smp_status smp_stage_issue(smp_stage *stage, const smp_key *key);
 
-/* A collective of this rank is over; and how many of this step are. */
+/* A collective of this rank is over; and the number of this step's finished ones. */
 void     smp_stage_complete(smp_stage *stage);
 uint64_t smp_stage_completed(const smp_stage *stage);
 
-/* Tells the followers what the leader of a sequence has not told yet. */
+/* Tells the followers the next word of a sequence's leader. */
 void smp_stage_tell_runs(smp_stage *stage);
 
-/* Tells, once a step, that this rank makes no more collectives in it. */
+/* Tells, once a step, of the end of this rank's collectives. */
 void smp_stage_end(smp_stage *stage, bool failed);
 
 /* Acts on a KEY, RUNS or ISSUED of this step; the message stays the caller's.
  * SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY. */
 smp_status smp_stage_hear(smp_stage *stage, const smp_message *message);
 
-/* Whether the step failed at one of the others, which says why elsewhere. */
+/* Whether the step failed at one of the others; its reason comes elsewhere. */
 bool smp_stage_one_failed(const smp_stage *stage);
 
 /* Whether this rank ended the step without a failure. */

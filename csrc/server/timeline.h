@@ -1,4 +1,4 @@
-/* What each worker did during a step, for the trace that Perfetto opens.
+/* Each worker's states during a step, for a trace in Perfetto.
  *
  * A ring of fixed size, written by the holder of the baton: one store a change of
  * state.  When a step has more events than the ring, the oldest are lost.

@@ -1,4 +1,4 @@
-/* The order in which microbatches pass modules that change their buffers. */
+/* The order of microbatches at modules with changing buffers. */
 #include "server/turns.h"
 
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* The order in which microbatches pass modules that change their buffers (BatchNorm).
+/* The order of microbatches at modules with changing buffers (BatchNorm).
  *
  * Such a module has a gate.  A microbatch may enter when every earlier one is past: it
  * has called the module as often as the traced one did, or its forward is over.  Once a

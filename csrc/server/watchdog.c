@@ -1,4 +1,4 @@
-/* A thread that mostly sleeps. */
+/* A thread, mostly asleep. */
 #define _GNU_SOURCE
 #include "server/watchdog.h"
 
@@ -125,7 +125,7 @@ smp_watchdog_destroy(smp_watchdog *watchdog)
     watchdog->ending = true;
     pthread_cond_signal(&watchdog->changed);
     smp_lock_release(&watchdog->lock);
-    pthread_join(watchdog->thread, NULL); /* 2. nobody else uses it now */
+    pthread_join(watchdog->thread, NULL); /* 2. no other user now */
     pthread_cond_destroy(&watchdog->changed);
     smp_lock_fini(&watchdog->lock);
     free(watchdog);

@@ -1,7 +1,7 @@
-/* The watchdog: tells when a rank has not moved for long, and with what.
+/* The watchdog: reports a rank long without a move, with its board.
  *
- * A thread of its own that looks at the board now and then.  It takes no lock but the
- * board's and calls no Python, so it works while a task runs in circles, somebody's C
+ * A thread of its own looks at the board now and then.  It takes no lock but the
+ * board's and calls no Python.  So it works while a task runs in circles, foreign C
  * code holds the GIL, or another rank is stopped.
  */
 #ifndef SMP_SERVER_WATCHDOG_H

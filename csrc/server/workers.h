@@ -1,9 +1,9 @@
-/* The workers: threads that run tasks, each in a seat where it waits for the baton.
+/* The workers: threads for tasks, each with a seat to wait for the baton.
  *
- * server/server.h draws how their states follow one another.
+ * server/server.h draws the order of their states.
  *
- * Whoever gives the baton writes first why.  A thread that has no task is used again,
- * last in first out.
+ * The giver of the baton writes its reason first.  A thread without a task is used
+ * again, last in first out.
  *
  * Ownership  The workers are the set's, until destroy.
  * Threads    create, destroy: the main thread, without a step.  All else: the holder of
@@ -18,7 +18,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 #include "server/baton.h"
 #include "server/board.h"
@@ -30,12 +30,12 @@ typedef enum {
     SMP_WORKER_PENDING,
 } smp_worker_state;
 
-/* Why a worker is given the baton. */
+/* The reason of giving a worker the baton. */
 typedef enum {
     SMP_WHY_NOTHING,
     SMP_WHY_REQUEST,  /* worker->message is to be executed */
     SMP_WHY_ROOT,     /* run the step function for worker->microbatch */
-    SMP_WHY_RESPONSE, /* worker->message answers what it waits for */
+    SMP_WHY_RESPONSE, /* worker->message is the awaited response */
     SMP_WHY_BACKWARD, /* its model.backward may go on */
     SMP_WHY_TURN,     /* its microbatch may pass the gate */
     SMP_WHY_ISSUE,    /* its collective is the next */
@@ -49,13 +49,13 @@ typedef struct smp_workers smp_workers;
 typedef struct smp_worker  smp_worker;
 
 struct smp_worker {
-    smp_workers        *workers; /* borrowed: the set that it is of */
+    smp_workers        *workers; /* borrowed: its set */
     pthread_t           thread;
     smp_seat            seat;
     smp_worker_state    state;
     smp_why             why;        /* written by the giver before it gives the baton */
     smp_message        *message;    /* with REQUEST, RESPONSE; owned */
-    int32_t             microbatch; /* of the task; with ROOT what to run */
+    int32_t             microbatch; /* of the task; with ROOT the one to run */
     int32_t             entry;      /* of the task; -1: the step function */
     uint64_t            task;       /* its number (server/calls.h) */
     smp_wait            wait;       /* PENDING: for what */
@@ -68,23 +68,23 @@ struct smp_worker {
     smp_worker         *next_idle; /* among those in their seats without a task */
 };
 
-/* run: what a thread does with its first baton, unless that says QUIT; until one does.
- * ctx: borrowed until destroy.  SMP_ERR_NO_MEMORY. */
+/* run: a thread's function from its first baton until QUIT; not called if the first
+ * says QUIT.  ctx: borrowed until destroy.  SMP_ERR_NO_MEMORY. */
 smp_status smp_workers_create(int   spin_us, void (*run)(void *ctx, smp_worker *self),
                               void *ctx, smp_workers **out);
 
 /* Gives each the baton to QUIT, joins and frees it.  Takes NULL. */
 void smp_workers_destroy(smp_workers *workers);
 
-/* The worker that this thread is. */
+/* The worker of this thread. */
 smp_worker *smp_workers_self(void);
 
-/* All there are, linked by next; and how many. */
+/* All workers, linked by next; and their number. */
 smp_worker *smp_workers_first(const smp_workers *workers);
 size_t      smp_workers_count(const smp_workers *workers);
 
-/* One without a task, which leaves the idle ones; a new one, whose thread starts in its
- * seat, when there is none.  NULL: no thread or memory. */
+/* Takes one without a task from the idle ones; else makes a new one, with its thread
+ * started in its seat.  NULL: no thread or memory. */
 smp_worker *smp_workers_take_idle(smp_workers *workers);
 
 /* Self has no task: joins the idle ones. */
@@ -93,15 +93,15 @@ void smp_workers_put_idle(smp_worker *self);
 /* Gives the baton to `to`.  The caller then waits in its own seat, or ends. */
 void smp_workers_give(smp_worker *to, smp_why why);
 
-/* Gives the baton to `to` and waits until self is given it; keeps it when that is self.
- * Self joins the idle ones where it has no task. */
+/* Gives the baton to `to` and waits until self is given it; keeps it if `to` is self.
+ * Self joins the idle ones if without a task. */
 void smp_workers_pass(smp_worker *self, smp_worker *to, smp_why why);
 
-/* Who has this number; there is one. */
+/* The worker with this number, which exists. */
 smp_worker *smp_workers_number(const smp_workers *workers, size_t number);
 
-/* A worker that is PENDING: on the response to `call`; to begin the backward of
- * `microbatch`; on its turn among the collectives; whatever for.  NULL: none. */
+/* A PENDING worker: on the response to `call`; to begin the backward of `microbatch`;
+ * on its turn among the collectives; for any reason.  NULL: none. */
 smp_worker *smp_workers_on_call(const smp_workers *workers, uint64_t call);
 smp_worker *smp_workers_on_schedule(const smp_workers *workers, int32_t microbatch);
 smp_worker *smp_workers_on_issue(const smp_workers *workers);

@@ -165,7 +165,7 @@ lanes_largest(lanes x)
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 
-/* In the order in which halves_kept() wants them. */
+/* In the order of halves_kept(). */
 INLINE wides
 counters_from(uint64_t counter)
 {
@@ -178,7 +178,7 @@ wide_product(wides a, uint32_t b)
     return (wides)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x((long long)b));
 }
 
-/* All ones in the halves that are. */
+/* All ones in each half at or above the threshold. */
 INLINE __m256i
 at_least(__m256i halves, uint16_t threshold)
 {

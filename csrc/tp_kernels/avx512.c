@@ -143,7 +143,7 @@ lanes_largest(lanes x)
     return _mm512_reduce_max_ps(x);
 }
 
-/* In the order in which halves_kept() wants them. */
+/* In the order of halves_kept(). */
 INLINE wides
 counters_from(uint64_t counter)
 {

@@ -3,21 +3,22 @@
  * Included once by each file that makes a set of kernels (tp_kernels/scalar.c, avx2.c,
  * avx512.c, gpu.cu), which defines before it:
  *
- *   LANES, lanes         a vector of floats, on which C's operators work
- *   WIDES, wides         a vector of words of 64 bits, on which they do, too
- *   KERNEL, INLINE       before a kernel, and before a function that is part of one
- *   load, store          elements i .. min(i + LANES, end) of a tensor; other lanes are
- * 0 first_lanes          lanes from `count` on become `rest` chosen               lanes
- * whose bit is 0 become 0 larger(a, b)         b where one of them is NaN
+ *   LANES, lanes         a vector of floats, with C's operators
+ *   WIDES, wides         a vector of words of 64 bits, with them too
+ *   KERNEL, INLINE       before a kernel, and before a function inside one
+ *   load, store          elements i .. min(i + LANES, end) of a tensor; other lanes 0
+ *   first_lanes          lanes from `count` on become `rest`
+ *   chosen               lanes with a bit of 0 become 0
+ *   larger(a, b)         b where one of them is NaN
  *   zero_where_below     y, 0 where x is below the limit
  *   times_power_of_two   y * 2^n, where n is the lowest 9 bits of a float
  *   halves_kept          bit i: half i % 8 of counter i / 8 is at least the threshold
  *
- * and where not one thread alone has a call:
+ * and where several threads share a call:
  *
- *   FIRST_ROW, ROW_STEP  the rows of who runs the kernel
+ *   FIRST_ROW, ROW_STEP  the rows of the running warp
  *   own_scratch          its part of the scratch, each part of so many floats
- *   lanes_meet           what each lane has written is seen by all
+ *   lanes_meet           each lane's writes are seen by all
  */
 #ifndef SMP_TP_KERNELS_BODIES_H
 #define SMP_TP_KERNELS_BODIES_H
@@ -68,8 +69,8 @@ row_to(void *tensor, size_t row, size_t columns, smp_tp_dtype dtype)
     return tensor == NULL ? NULL : (char *)tensor + row * columns * bytes;
 }
 
-/* e^x for x <= 0, within 1 ulp or 2; 0 where that would be subnormal.  x = n ln 2 + r;
- * the polynomial is that of Cephes' expf(), for |r| <= ln 2 / 2. */
+/* e^x for x <= 0, within 1 ulp or 2; 0 for a subnormal result.  x = n ln 2 + r; the
+ * polynomial is from Cephes' expf(), for |r| <= ln 2 / 2. */
 INLINE lanes
 exp_below_zero(lanes x)
 {
@@ -97,7 +98,7 @@ exp_below_zero(lanes x)
 #include "tp_kernels/keep.h"
 #include "tp_kernels/residual.h"
 
-#include "tp_kernels/norm.h" /* after residual.h, whose rows it takes */
+#include "tp_kernels/norm.h" /* after residual.h: it takes the rows from there */
 
 #include "tp_kernels/softmax.h"
 

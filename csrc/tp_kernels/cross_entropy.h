@@ -1,12 +1,12 @@
-/* Cross-entropy of logits whose columns are split over ranks.
+/* Cross-entropy of logits with their columns split over ranks.
  *
  * Included by tp_kernels/bodies.h.
  */
 #ifndef SMP_TP_KERNELS_CROSS_ENTROPY_H
 #define SMP_TP_KERNELS_CROSS_ENTROPY_H
 
-/* Columns that are read twice, the second time from the first cache; sums of float32
- * are no longer, and added up in double. */
+/* Columns read twice, the second time from the first cache.  A sum of float32 is no
+ * longer; these are added up in double. */
 #define CHUNK 2048
 
 INLINE size_t

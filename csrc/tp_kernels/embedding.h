@@ -1,4 +1,4 @@
-/* Rows of a table that is split over ranks.
+/* Rows of a table split over ranks.
  *
  * Included by tp_kernels/bodies.h.
  */

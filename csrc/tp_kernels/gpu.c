@@ -18,7 +18,7 @@ extern const unsigned char smp_tp_gpu_image[]
 #define WARP 32
 #define WARPS (SMP_TP_GPU_BLOCK / WARP) /* of a block */
 
-/* Enough for a GPU; the same on each, so that sums have one order.  Those of columns
+/* Enough for a GPU; the same on each, so that sums have one order.  Sums of columns
  * want scratch for each warp. */
 #define MOST_WARPS 4096
 #define MOST_WARPS_WITH_SUMS 512
@@ -126,8 +126,7 @@ has_sums(smp_tp_gpu_kernel kernel)
     return kernel == SMP_TP_GPU_RESIDUAL_BACKWARD || kernel == SMP_TP_GPU_NORM_BACKWARD;
 }
 
-/* How many warps a call gets; at least one, which leaves sums of 0 where there are no
- * rows. */
+/* The warps of a call; at least one, which leaves sums of 0 without rows. */
 static size_t
 warps_for(smp_tp_gpu_kernel kernel, size_t rows)
 {
@@ -162,7 +161,7 @@ smp_tp_gpu_scratch(smp_tp_gpu_kernel kernel, size_t rows, size_t columns)
     return warps_for(kernel, rows) * scratch_of_warp(kernel, columns) * sizeof(float);
 }
 
-/* A call under way: what launch() needs of it. */
+/* A call under way, for launch(). */
 typedef struct {
     const smp_driver *driver;
     const loaded     *device;
@@ -182,7 +181,7 @@ launch(const place *on, smp_tp_gpu_kernel kernel, const void *call, size_t block
                          on->why);
 }
 
-/* Adds up what each warp has left in `nth` of its pairs of rows of scratch. */
+/* Adds up each warp's pair number `nth` of rows of scratch. */
 static bool
 add_up(const place *on, smp_tp_gpu_sums sums, const float *scratch, size_t nth)
 {

@@ -1,8 +1,8 @@
 /* The kernels for GPUs: a row is a warp's, a vector one float of each of its lanes.
  *
  * Built by nvcc where there is one, and launched by tp_kernels/gpu.c; the tests build
- * it with a C++ compiler, for lanes that take turns (tests/core/warp.h).  Warps take
- * rows by turns, so that the sums of columns have one order on every GPU.
+ * it with a C++ compiler, for lanes taking turns (tests/core/warp.h).  Warps take rows
+ * by turns, so that the sums of columns have one order on every GPU.
  */
 #include "tp_kernels/gpu.h"
 
@@ -250,8 +250,7 @@ smp_tp_gpu_gather(const __grid_constant__ smp_tp_gather call)
     }
 }
 
-/* Adds up the sums of columns that the warps have left, in their order: a thread has a
- * column. */
+/* Adds up the warps' sums of columns, in their order: a thread has a column. */
 GLOBAL
 smp_tp_gpu_column_sums(const __grid_constant__ smp_tp_gpu_sums call)
 {

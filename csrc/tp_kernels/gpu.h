@@ -1,14 +1,13 @@
-/* The kernels of tensor parallelism on a GPU; see tp_kernels/tp_kernels.h for what they
- * compute.
+/* The kernels of tensor parallelism on a GPU; tp_kernels/tp_kernels.h says their
+ * results.
  *
- * They come as a fat binary in this library, where nvcc was there when it was built,
- * and are loaded and launched through the driver: nothing is linked.  A row is computed
- * by a warp in the same steps as on the CPU; sums of columns are added up by a kernel
- * of their own.
+ * They come as a fat binary in this library, if built with nvcc, and are loaded and
+ * launched through the driver: nothing is linked.  A row is computed by a warp in the
+ * same steps as on the CPU.  Sums of columns are added up by a kernel of their own.
  *
  * Status     Run on an H100 in odd shapes of three dtypes, without an error of memory
- * or a race; the tests run them on lanes that take turns on a CPU.  Python compares
- *            each kernel with torch's operators at its first use on a device
+ *            or a race.  The tests run them on lanes taking turns on a CPU.  Python
+ *            compares each kernel with torch's operators at its first use on a device
  *            (smp/tensor_parallel/gpu_kernels.py).
  * Ownership  As there; all memory, scratch too, is the device's.
  * Threads    any.
@@ -21,7 +20,7 @@
 /* Threads of a block. */
 #define SMP_TP_GPU_BLOCK 128
 
-/* Room for what went wrong, in words. */
+/* Room for a failure's text. */
 #define SMP_TP_GPU_TEXT 160
 
 typedef enum {
@@ -51,7 +50,7 @@ typedef struct {
 /* Whether this library holds kernels. */
 bool smp_tp_gpu_is_built(void);
 
-/* Bytes of scratch that a call with so many rows and columns (keys) wants. */
+/* Bytes of scratch for a call with so many rows and columns (keys). */
 size_t smp_tp_gpu_scratch(smp_tp_gpu_kernel kernel, size_t rows, size_t columns);
 
 /* Whether there are kernels, and the device's driver takes them; the first
@@ -59,8 +58,8 @@ size_t smp_tp_gpu_scratch(smp_tp_gpu_kernel kernel, size_t rows, size_t columns)
 bool smp_tp_gpu_open(int device, char why[SMP_TP_GPU_TEXT]);
 
 /* Launches a kernel on the stream (0: the default one) and returns.  call: its struct;
- * rows: of it, for the gather `count`.  False: `why` says what failed, and nothing
- * runs. */
+ * rows: of it, for the gather `count`.  False: nothing runs; `why` names the
+ * failure. */
 bool smp_tp_gpu_launch(int device, void *stream, smp_tp_gpu_kernel kernel,
                        const void *call, size_t rows, char why[SMP_TP_GPU_TEXT]);
 

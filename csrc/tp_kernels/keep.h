@@ -1,4 +1,4 @@
-/* Which elements dropout keeps, a vector at a time; see smp_tp_dropout.
+/* The elements kept by dropout, a vector at a time; see smp_tp_dropout.
  *
  * Included by tp_kernels/bodies.h.
  */
@@ -24,7 +24,7 @@ block_kept(const keep_stream *keep, uint64_t block)
     for (unsigned part = 0; part < 64; part += 8 * WIDES) {
         uint32_t key[2] = {(uint32_t)keep->seed, (uint32_t)(keep->seed >> 32)};
         wides    start = counters_from(block * 8 + part / 8);
-        /* Words of 32 bits; what stands above them does not count. */
+        /* Words of 32 bits; the higher bits do not count. */
         wides zero = {0};
         wides c[4] = {start, start >> 32, zero, zero};
 
@@ -59,7 +59,7 @@ keep_of(const smp_tp_dropout *dropout)
     return keep;
 }
 
-/* What a kept element is multiplied with. */
+/* The factor of a kept element. */
 INLINE float
 keep_scale(const smp_tp_dropout *dropout)
 {

@@ -23,7 +23,7 @@ norm_of(const smp_tp_norm *call, smp_tp_dtype dtype)
         keep_seek(&keep, &call->dropout, r, 0);
         residual_row(row_of(call->x, r, n, dtype), call->bias,
                      row_of(call->residual, r, n, dtype), sum, n, &keep, scale, dtype);
-        /* Of what was written, as backward reads it. */
+        /* The sum as written, since backward reads that. */
         for (size_t i = 0; i < n; i += LANES) {
             total += load(sum, i, n, dtype);
         }

@@ -9,7 +9,7 @@
 #define SUM_ROWS 128
 
 typedef struct {
-    float *part; /* NULL: nobody wants them */
+    float *part; /* NULL: not wanted */
     float *whole;
     size_t columns;
     size_t rows; /* in part */
@@ -64,7 +64,7 @@ sums_end_row(column_sums *sums)
     }
 }
 
-/* Where others have rows, too, theirs are still to be added: sum->whole stays. */
+/* If other warps have rows, too, theirs are still to be added: sum->whole stays. */
 INLINE void
 sums_write(column_sums *sums, void *out, smp_tp_dtype dtype)
 {

@@ -1,4 +1,4 @@
-/* Which set of kernels a processor gets. */
+/* The choice of a set of kernels for a processor. */
 #include "tp_kernels/sets.h"
 
 size_t

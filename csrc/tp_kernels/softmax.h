@@ -5,7 +5,7 @@
 #ifndef SMP_TP_KERNELS_SOFTMAX_H
 #define SMP_TP_KERNELS_SOFTMAX_H
 
-/* Keys that a row sees, and where its mask is. */
+/* Keys seen by a row, and its mask. */
 typedef struct {
     size_t from;
     size_t to;
@@ -56,7 +56,7 @@ next_mask_row(row_sight *sight, const smp_tp_mask *mask)
     }
 }
 
-/* Zeros for the keys that the row does not see. */
+/* Zeros for the keys unseen by the row. */
 INLINE void
 write_unseen(void *row, const row_sight *sight, size_t keys, smp_tp_dtype dtype)
 {

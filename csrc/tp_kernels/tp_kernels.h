@@ -1,11 +1,13 @@
-/* The CPU kernels of tensor parallelism: what torch does slowly, or not on a slice.
+/* The CPU kernels of tensor parallelism, for operations slow in torch or missing for a
+ * slice.
  *
  * Tensors are dense and row-major; `rows` and `columns` may be 0.  Values are widened
- * to float32, every operation is one of float32, and what is written is rounded once.
+ * to float32, every operation is one of float32, and a result is rounded once, when
+ * written.
  *
- * There is a set of kernels in plain C and one for each kind of vectors.  They differ
- * in the order of the sums inside a row, so by rounding; one set gives a row the same
- * bits wherever it stands.
+ * One set of kernels is in plain C, and one for each kind of vectors.  They differ in
+ * the order of the sums inside a row, so by rounding; one set gives a row the same bits
+ * wherever it stands.
  *
  * Ownership  Everything is the caller's; an output overlaps no input except where it is
  *            said.  `scratch` need not be initialised.
@@ -21,24 +23,24 @@
 
 #include "common/isa.h"
 
-/* Of all tensors of a call, unless it is said. */
+/* The dtype of all tensors of a call, but where said. */
 typedef enum { SMP_TP_F32, SMP_TP_F16, SMP_TP_BF16, SMP_TP_DTYPES } smp_tp_dtype;
 
 size_t smp_tp_dtype_bytes(smp_tp_dtype dtype); /* of one element */
 
-/* Floats of a row of scratch: whole vectors, of which the widest is a warp. */
+/* Floats of a row of scratch: whole vectors, a warp the widest. */
 #define SMP_TP_SCRATCH_ROW(columns) (((columns) + 31) / 32 * 32)
 
 /* Dropout: y = keep ? x / (1 - p) : 0.
  *
  * The element with global index i is kept when half i % 8 (the lower one of a word
  * first) of Philox4x32-7(counter = i / 8, key = seed) is at least p * 2^16, rounded to
- * nearest, and to less than 2^16.  So it does not matter which part of the tensor a
- * call has, and backward makes the mask again.  Philox, because it is the generator
- * that torch and cuRAND use on GPUs, and needs 2 products of 32 bits a word and round;
- * 7 rounds, because with so many it passes BigCrush. [Salmon et al., Parallel random
- * numbers: as easy as 1, 2, 3, SC 2011]  16 bits an element, because with 32 and 10
- * rounds the generator is half of a kernel's time; p is met within 2^-17.
+ * nearest, and to less than 2^16.  So any part of the tensor may be a call, and
+ * backward makes the mask again.  Philox, because torch and cuRAND use this generator
+ * on GPUs, and a word needs 2 products of 32 bits a round.  7 rounds, because with so
+ * many it passes BigCrush. [Salmon et al., Parallel random numbers: as easy as 1, 2, 3,
+ * SC 2011]  16 bits an element, because with 32 and 10 rounds the generator is half of
+ * a kernel's time; p is met within 2^-17.
  *
  * Row r and column c of the call have the global index
  *
@@ -80,7 +82,7 @@ typedef struct {
     float         *scratch;   /* 2 rows; NULL without grad_bias */
 } smp_tp_residual_backward;
 
-/* Which keys a row of scores sees: all, or those at or before its own position, or the
+/* The keys seen by a row of scores: all, or those at or before its own position, or the
  * last `window` of those.  Row r has query r % queries, at position first_query + r %
  * queries; key k has position k. */
 typedef struct {
@@ -92,7 +94,7 @@ typedef struct {
 
 #define SMP_TP_MASK_DIMS 8
 
-/* What is added to the scores.  The rows of the call form a tensor of `shape`; the mask
+/* The addend of the scores.  The rows of the call form a tensor of `shape`.  The mask
  * of row [i, j, ...] begins at element i * strides[0] + j * strides[1] ...; its keys
  * follow one another. */
 typedef struct {
@@ -102,9 +104,9 @@ typedef struct {
     size_t      strides[SMP_TP_MASK_DIMS];
 } smp_tp_mask;
 
-/* probabilities = softmax(scores * scale + mask) over the keys that a row sees, 0 for
- * the others, and 0 for all of a row in which everything is masked with -infinity;
- * out = dropout(probabilities). */
+/* probabilities = softmax(scores * scale + mask) over the keys seen by a row, 0 for the
+ * others, and 0 for all of a row fully masked with -infinity; out =
+ * dropout(probabilities). */
 typedef struct {
     smp_tp_dtype   dtype;
     size_t         rows;
@@ -172,16 +174,16 @@ typedef struct {
     float         *scratch;       /* 6 rows */
 } smp_tp_norm_backward;
 
-/* Cross-entropy of logits whose columns, the ids of a vocabulary, are split over ranks:
- * the statistics of one rank's columns.  Those of all ranks are the largest of the
- * tops, the sum of sum[r] * exp(top[r] - that), and the sums of target and all. */
+/* Cross-entropy of logits with their columns, the ids of a vocabulary, split over
+ * ranks: the statistics of one rank's columns.  All ranks' are the largest of the tops,
+ * the sum of sum[r] * exp(top[r] - largest), and the sums of target and all. */
 typedef struct {
     smp_tp_dtype   dtype; /* of the logits */
     size_t         rows;
     size_t         columns;
     int64_t        start; /* id of column 0 */
     int64_t        vocabulary;
-    int64_t        ignored; /* target of a row that does not count */
+    int64_t        ignored; /* target of an ignored row */
     const void    *logits;  /* [rows, columns] */
     const int64_t *targets; /* [rows]: ids */
     float         *top;     /* [rows]: the largest logit; -infinity without columns */
@@ -226,7 +228,7 @@ typedef struct {
     size_t         rows;
     size_t         columns;
     int64_t        start;
-    int64_t        padding;    /* an id that gets no gradient; -1: none */
+    int64_t        padding;    /* an id without a gradient; -1: none */
     const int64_t *ids;        /* [count] */
     const void    *grad;       /* [count, columns] */
     void          *grad_table; /* [rows, columns] */
@@ -241,7 +243,7 @@ typedef struct {
     void (*residual_backward)(const smp_tp_residual_backward *call);
     void (*norm)(const smp_tp_norm *call);
     void (*norm_backward)(const smp_tp_norm_backward *call);
-    /* The first row whose target is neither an id nor ignored, or call->rows. */
+    /* The first row with a target neither an id nor ignored, or call->rows. */
     size_t (*cross_entropy)(const smp_tp_cross_entropy *call);
     void (*cross_entropy_backward)(const smp_tp_cross_entropy_backward *call);
     void (*gather)(const smp_tp_gather *call);
@@ -251,7 +253,7 @@ typedef struct {
 /* NULL: this processor cannot run them. */
 const smp_tp_kernels *smp_tp_kernels_of(smp_isa isa);
 
-/* The fastest that this processor can run. */
+/* The fastest set for this processor. */
 const smp_tp_kernels *smp_tp_kernels_best(void);
 
 #endif

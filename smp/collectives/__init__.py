@@ -1,6 +1,6 @@
 """Collectives for ``torch.distributed``: the backend ``smddp``.
 
-``backend`` makes the groups, ``process_group`` has torch's interface, ``ranks`` connects the
-processes, ``work`` is what an asynchronous call returns, ``dense`` brings tensors into the
-shape that the core takes.  The collectives themselves are in ``csrc/comm/collective``.
+``backend`` makes the groups, ``process_group`` has torch's interface, and ``ranks`` connects
+the processes.  An asynchronous call returns a ``work``; ``dense`` copies tensors into the
+core's shape.  The collectives themselves are in ``csrc/comm/collective``.
 """

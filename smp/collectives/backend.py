@@ -1,4 +1,4 @@
-"""``smddp`` as ``torch.distributed`` knows it: a name, and what makes its groups."""
+"""``smddp`` in ``torch.distributed``: a name, and the maker of its groups."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,16 +9,16 @@ import torch.distributed as dist
 from smp.collectives.process_group import ProcessGroup
 from smp.collectives.ranks import Ranks
 
-_ITEMS = 6  # of the ranks in a group's name, which the core keeps 63 bytes of
+_ITEMS = 6  # of the ranks in a group's name; the core keeps 63 bytes of these
 
-_everyone: Ranks | None = None  # those of the default group, if it is one of ours
+_everyone: Ranks | None = None  # those of the default group, if smddp's
 
 
 def create(opts: Any, options: Any = None) -> ProcessGroup:
-    """What ``torch.distributed`` calls to make a group; collective over its members.
+    """Make a group for ``torch.distributed``; collective over its members.
 
     Args:
-        options: what the script gave as ``pg_options``: NCCL's, for CUDA tensors.
+        options: the script's ``pg_options``: NCCL's, for CUDA tensors.
     """
     global _everyone
     if not (dist.is_nccl_available() and isinstance(options, dist.ProcessGroupNCCL.Options)):
@@ -45,7 +45,7 @@ def create(opts: Any, options: Any = None) -> ProcessGroup:
 
 
 def _named(number: str, members: list[int]) -> str:
-    """Torch's number of a group and, if some ranks of the job are not in it, those that are.
+    """Torch's number of a group, and its ranks unless these are all ranks of the job.
 
     Args:
         members: global ranks; none: all.
@@ -77,7 +77,7 @@ _shown: str | None = None
 
 @contextmanager
 def called(shown: str) -> Iterator[None]:
-    """Errors and reports call a group that is made meanwhile so, not by torch's number."""
+    """Have errors and reports call a group made meanwhile so, not by torch's number."""
     global _shown
     _shown = shown
     try:

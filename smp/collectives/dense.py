@@ -1,8 +1,7 @@
-"""Dense copies of tensors, for a core that takes only such.
+"""Dense copies of tensors: the core takes no others.
 
-The core wants tensors without gaps, in the order of their indices, and most of its operations
-want them in host memory.  Lists of tensors that an operation takes or gives as one are joined
-here, and parted again.
+The core wants tensors without gaps, in the order of their indices; most of its operations want
+host memory.  Lists of tensors taken or given as one are joined here, and parted again.
 """
 
 import sys
@@ -34,7 +33,7 @@ def room_for(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def parted(row: Tensor, tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """What copies a row into the tensors whose elements it has."""
+    """A function to copy a row into its tensors."""
 
     def copy() -> None:
         with _changing(tensors):
@@ -46,23 +45,23 @@ def parted(row: Tensor, tensors: Sequence[Tensor]) -> Callable[[], None]:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor itself if the core takes it, else a copy that it takes."""
+    """The tensor itself if the core takes it, else a dense copy."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.trigger_wait()
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def in_host_memory(tensor: Tensor, is_read: bool = True) -> Tensor:
-    """The tensor itself if the core takes it there, else a copy that it takes.
+    """The tensor itself if it is dense and in host memory, else such a copy.
 
-    The device has done by then what its current stream was told before.  A GPU copies to and
-    from pinned memory, which goes back when the GPU has copied.
+    On return the device has done all earlier work of its current stream.  A GPU copies to and
+    from pinned memory, given back after the copy.
 
     Args:
         is_read: whether the elements matter, or are written over.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured, which has no calls of the host.
+        RuntimeError: a CUDA graph is being captured: its captures hold no calls of the host.
     """
     tensor = dense(tensor)
     if tensor.is_cpu:
@@ -81,12 +80,12 @@ def in_host_memory(tensor: Tensor, is_read: bool = True) -> Tensor:
 
 
 def devices_of(tensors: Sequence[Tensor]) -> list[int | str | torch.device]:
-    """As a future wants them that has these tensors."""
+    """The tensors' devices, for a future."""
     return list({t.device: None for t in tensors if t.device.type not in ("cpu", "meta")})
 
 
 def is_fake(tensor: Tensor | None) -> bool:
-    """Whether it only pretends to have elements, as those that a compiler traces with."""
+    """Whether the tensor only pretends to have elements, as in a compiler's trace."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
@@ -97,7 +96,7 @@ def _check_some(tensors: Sequence[Tensor]) -> None:
 
 
 def _changing(tensors: Sequence[Tensor]) -> AbstractContextManager:
-    """In which tensors are written to, on whatever thread, without autograd's knowing."""
+    """For writes to the tensors on any thread, unseen by autograd."""
     return torch.inference_mode() if any(t.is_inference() for t in tensors) else torch.no_grad()
 
 
@@ -112,7 +111,7 @@ def copied_back(
     given: Sequence[Tensor],
     then: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
-    """What brings the copies' elements to the tensors that they stand for."""
+    """A function to copy the copies' elements back to the given tensors."""
 
     def copy() -> None:
         with _changing(given):

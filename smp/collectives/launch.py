@@ -1,7 +1,7 @@
-"""What ``torch.distributed`` wants in the environment, for processes that mpirun started.
+"""The environment wanted by ``torch.distributed``, for processes started by mpirun.
 
-torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; mpirun does not.
-Whatever else sets RANK, WORLD_SIZE and MASTER_ADDR may leave the port to us.
+torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; mpirun sets none of
+these.  Other launchers with RANK, WORLD_SIZE and MASTER_ADDR may leave the port to us.
 """
 
 import os
@@ -13,15 +13,16 @@ from smp.job.job_end import Watch
 
 WANTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# Keeps the ports of the store from being given to anybody else until the store takes them.
+# Reserve the store's ports until the store takes them.
 _reserved: list[socket.socket] = []
 
-# The value of MASTER_PORT, if it is ours, and what it will be next.
+# The value of MASTER_PORT, if it is ours, and the next one.
 _ports: list[str] = []
 
 
 def complete_environment() -> None:
-    """Set what is missing, for ranks that a launcher started.  Collective if MPI did.
+    """Set the missing variables, for ranks started by a launcher.  Collective if an MPI
+    launcher started them.
 
     Raises:
         RuntimeError: an MPI launcher without mpi4py.
@@ -40,7 +41,7 @@ def complete_environment() -> None:
             f"mpi4py, or set {', '.join(WANTED)}"
         )
     boot = bootstrap.Alone() if is_alone else bootstrap.over_mpi()
-    Watch(boot).start()  # else the others would wait for a rank that fails
+    Watch(boot).start()  # else the others would wait for a failed rank
     address, *ports = boot.gather_made(lambda: _meeting_place(boot))[0].decode().split()
     if "MASTER_PORT" not in os.environ:
         _ports[:] = ports
@@ -52,7 +53,7 @@ def complete_environment() -> None:
 def take_next_port() -> None:
     """Let the next ``init_process_group`` have a store at another port, if the port is ours.
 
-    Else a rank that is back early would find the last store, which rank 0 is about to end.
+    Else an early rank would find the last store, which rank 0 is about to end.
     """
     if _ports and os.environ.get("MASTER_PORT") == _ports[0]:
         _ports.reverse()
@@ -60,7 +61,7 @@ def take_next_port() -> None:
 
 
 def _meeting_place(boot: bootstrap.Bootstrap) -> bytes:
-    """Address and two ports where rank 0 can serve the store."""
+    """Address and two ports for rank 0's store."""
     if boot.rank != 0:
         return b""
     for _ in range(2):

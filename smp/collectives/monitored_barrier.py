@@ -1,4 +1,4 @@
-"""Monitored barriers: rank 0 hears who does not come."""
+"""Monitored barriers: rank 0 hears of every missing rank."""
 
 import time
 from collections.abc import Sequence
@@ -21,16 +21,15 @@ class Line(Protocol):
         """Without waiting."""
 
     def listen(self, rank: int, word: Tensor) -> Received:
-        """For the next one of that rank, which comes into the tensor."""
+        """For the next word of that rank; the word comes into the tensor."""
 
 
 class Monitor:
     """The monitored barriers of a group, as one of its ranks sees them.
 
-    Rank 0 asks, numbering its barriers; who is in one answers, and then hears how it ended.
-    Who comes to one that has failed without it is in the next: no call that somebody left
-    out keeps the ranks apart.
-
+    Rank 0 asks, and numbers its barriers; a rank in a barrier answers, and then hears of its
+    end.  A rank that comes to a barrier after its failure is in the next one: a call left out
+    by some rank does not keep the ranks apart.
     """
 
     def __init__(self, group: str, rank: int, global_ranks: list[int]):
@@ -45,9 +44,9 @@ class Monitor:
         """Wait for all ranks.
 
         Raises:
-            torch.distributed.DistBackendError: on rank 0, naming the first rank that is
-                missing, or all with ``wait_all_ranks``; on others that rank 0 did not answer,
-                or did not go on.
+            torch.distributed.DistBackendError: on rank 0, with the first missing rank, or all
+                of these with ``wait_all_ranks``; on others, rank 0 did not answer, or did not
+                go on.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         self._number += 1
@@ -82,7 +81,7 @@ class Monitor:
             )
 
     def _error(self, what: str, ranks: Sequence[int] = ()) -> dist.DistBackendError:
-        """In gloo's words, which number ranks in the group; the global numbers come behind."""
+        """In gloo's words, with the ranks' numbers in the group, then the global ones."""
         others = tuple(self._global_ranks[rank] for rank in ranks)
         if others != tuple(ranks):
             what += f" (global ranks {', '.join(map(str, others))})"
@@ -91,7 +90,7 @@ class Monitor:
         )
 
     def _answer(self, line: Line, deadline: float) -> None:
-        """What a rank does that is not 0."""
+        """The part of a rank other than 0."""
         answered = None
         while True:
             what, number = self._hear(line, 0, deadline)
@@ -114,13 +113,13 @@ class Monitor:
         return True
 
     def _hear(self, line: Line, rank: int, deadline: float) -> tuple[int, int]:
-        """The next word of that rank; has a look even when it is too late."""
+        """The next word of that rank; has a look even after the deadline."""
         if rank not in self._awaited:
             word = torch.empty(2, dtype=torch.int64, device="cpu")
             self._awaited[rank] = line.listen(rank, word), word
         receipt, word = self._awaited[rank]
         receipt.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
-        del self._awaited[rank]  # else it is the next call that hears it
+        del self._awaited[rank]  # else the next call would hear this word
         what, number = word.tolist()
         return what, number
 

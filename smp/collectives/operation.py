@@ -1,5 +1,5 @@
-"""What every method of a process group does before and after: tensors of devices go to each
-other, to NCCL or through host memory, fake ones nowhere, and a profile hears of the call.
+"""The frame of every method of a process group.  Tensors of devices go to each other, to NCCL
+or through host memory, fake ones nowhere, and a profile hears of the call.
 """
 
 import os
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DRIVER = "SMP_CUDA_LIBRARY"
 
 
-# Hears of each operation's group before the operation, while a model is traced.
+# Called with each operation's group before the operation, while a model is traced.
 _watch: Callable[["ProcessGroup"], None] | None = None
 
 
@@ -38,13 +38,13 @@ def watching(watch: Callable[["ProcessGroup"], None]) -> Iterator[None]:
 
 
 def show(group: "ProcessGroup") -> None:
-    """An operation of the group begins, for who watches."""
+    """An operation of the group begins, for `watching`."""
     if _watch is not None:
         _watch(group)
 
 
 def _first(value: Any) -> Any:
-    """The first item of nested lists; None if there is none."""
+    """The first item of nested lists, or None."""
     while isinstance(value, (list, tuple)):
         value = value[0] if value else None
     return value
@@ -53,13 +53,13 @@ def _first(value: Any) -> Any:
 def operation_of(
     title: str, gathers: bool = False, of_two: bool = False
 ) -> Callable[[Callable], Callable]:
-    """An operation of tensors, which come first; results before inputs.
+    """An operation of tensors: these come first, results before inputs.
 
     Args:
-        title: under which a profile shows it.
-        gathers: it is an all-gather, which devices can do among themselves.  All else of
-            theirs is NCCL's, or goes through host memory.
-        of_two: it is of this rank and the one that the second argument names.
+        title: the name in a profile.
+        gathers: an all-gather, possible among devices alone.  Other operations of devices are
+            NCCL's, or go through host memory.
+        of_two: of this rank and the rank of the second argument.
     """
 
     def decorated(method: Callable) -> Callable:
@@ -74,7 +74,7 @@ def operation_of(
                 tensor = _first(args[1])
                 tensor = tensor if isinstance(tensor, Tensor) else None
             if type(tensor) is not Tensor and dense.is_fake(tensor):
-                return self._over  # nobody calls, on any backend
+                return self._over  # fake tensors go nowhere, on any backend
             if tensor is not None and not tensor.is_cpu:
                 if tensor.is_meta:
                     return self._over
@@ -107,7 +107,7 @@ def _in_order(method: Callable, group: "ProcessGroup", args: tuple, named: dict)
     return bound.args[1:]
 
 
-# What torch's own methods call their arguments; one name has ours.
+# Torch's names of its arguments, and ours.
 _NAMES = {
     "tensor": "tensors",
     "op": "opts",
@@ -122,5 +122,5 @@ _NAMES = {
 
 
 def _is_driven(tensor: Tensor) -> bool:
-    """Whether a tensor that is not in host memory is a GPU's, or stands for one in tests."""
+    """Whether a tensor outside host memory is a GPU's, or stands for one in tests."""
     return tensor.is_cuda or DRIVER in os.environ

@@ -1,9 +1,9 @@
 """The backend ``smddp`` of ``torch.distributed``: a process group over the C core.
 
-Collectives of tensors in host memory are the core's, and all-gathers of CUDA tensors where
-all ranks share a host.  The others of CUDA tensors are handed to a NCCL group inside; where
-NCCL cannot serve them, as where ranks share a GPU, the core has copies in host memory.
-torch calls the methods under the names that it has for them; `opts` are its option objects.
+Collectives of tensors in host memory are the core's, and all-gathers of CUDA tensors where all
+ranks share a host.  Other collectives of CUDA tensors go to a NCCL group inside.  Where NCCL
+cannot serve them, as where ranks share a GPU, the core has copies in host memory.  torch calls
+the methods by its own names; `opts` are its option objects.
 """
 
 import time
@@ -47,14 +47,14 @@ _REDUCTIONS = {
     for name, number in _core.reductions.items()
 }
 
-MONITOR_TAG = -1  # of what ranks say about monitored barriers; a script's own are not negative
+MONITOR_TAG = -1  # of words about monitored barriers; a script's own tags are not negative
 
-# Of groups that nobody has described.
+# The descriptions of groups without one.
 _NO_DESCRIPTIONS = ("undefined", "default_pg")
 
 _SUM = _core.reductions["sum"]
 
-# What torch's options say where nobody set a timeout.
+# The timeout in torch's options where none was set.
 UNSET = dist.AllreduceOptions().timeout
 
 _SYNC, _ASYNC = AllgatherOptions(), AllgatherOptions()  # never changed
@@ -66,12 +66,12 @@ class ProcessGroup(dist.ProcessGroup):
 
     Args:
         ranks: the connected processes.
-        members: which of them, in the order of the group.
+        members: their numbers, in the order of the group.
         rank: of this process in the group.
-        store: for keys that only this group uses.
-        timeout: of an operation, unless it says otherwise.
-        name: torch's, unlike that of any other group.
-        shown: what errors and reports call it, until it has a description.
+        store: its keys are this group's alone.
+        timeout: of an operation without one of its own.
+        name: torch's, unlike any other group's.
+        shown: the name in errors and reports, until the group has a description.
         nccl_options: for the group inside.
     """
 
@@ -108,15 +108,15 @@ class ProcessGroup(dist.ProcessGroup):
         self._gpus = SharedGpus(dist.PrefixStore("gpus", store), rank, self.global_ranks)
         # Whether tensors of devices go through host memory: with one rank, with all (None).
         self._through_host: dict[int | None, bool] = {}
-        self._nccl_waits: torch.device | None = None  # to be told that operations coalesce
+        self._nccl_waits: torch.device | None = None  # to be told of coalesced operations
         self._nccl_coalesces = False
         self._why_nccl: str | None = None  # gathers, too; "": it does not; None: not known
         self._coalesced: list[dist.Work] | None = None
         self._monitor = Monitor(self._shown, rank, self.global_ranks)
         self._over = Over()
-        # In a task of a step: waits for what the task calls, and lets others run.
+        # In a task of a step: waits for the task's calls, and lets other tasks run.
         self.gives_way: Callable[[dist.Work], None] | None = None
-        self.key = 0  # of the next operation without a root, as in smp_call; 0: it has none
+        self.key = 0  # of the next operation without a root, as in smp_call; 0: none
         self._group = ranks.group(members, name, timeout, self._shown)
 
     # ------------------------------------------------------------------- operations
@@ -165,7 +165,7 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """output_lists[rank][i] is what that rank has in input_list[i]."""
+        """output_lists[rank][i] is that rank's input_list[i]."""
         by_input = [list(each) for each in zip(*output_lists, strict=True)]
         return self.allgather(by_input, input_list, opts)
 
@@ -228,11 +228,11 @@ class ProcessGroup(dist.ProcessGroup):
             is_async: whether the work is still under way when this returns.
             out_rows: if the output is a matrix of so many rows, and a member's elements are
                 columns of it (`moves_columns`); 0: they are in one piece.
-            assumed: if the members may take the counts to be others, what this one takes
-                them to be, by its hash; 0: they are known.
+            assumed: if the members may take the counts to be others, this one's assumption, by
+                its hash; 0: they are known.
 
         Raises:
-            dist.DistBackendError: with ``_core.SIZES_UNLIKE`` where all assume counts, but
+            dist.DistBackendError: of status SMP_ERR_SIZES where all assume counts, but
                 not the same.
         """
         opts = _ASYNC if is_async else _SYNC
@@ -380,7 +380,7 @@ class ProcessGroup(dist.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier that tells rank 0 who did not come (`monitored_barrier.Monitor`)."""
+        """A barrier that tells rank 0 of the missing ranks (`monitored_barrier.Monitor`)."""
         show(self)
         timeout = self._timeout if timeout is None else timeout
         self._monitor.barrier(self, timeout, wait_all_ranks)
@@ -403,7 +403,7 @@ class ProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    # The names that older versions of torch know.
+    # The names known to older versions of torch.
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -429,9 +429,9 @@ class ProcessGroup(dist.ProcessGroup):
 
         Args:
             counts: of the elements from or to each rank; two lists for all-to-all.
-            results: what the caller sees filled, if not the outputs, by ``finish``.
+            results: the caller's filled tensors, if not the outputs, by ``finish``.
             assumed: see `gather_rows`.
-            rows: of inputs and outputs that are matrices; 0: they are in one piece.
+            rows: of inputs and outputs in the form of matrices; 0: they are in one piece.
         """
         key, self.key = self.key, 0
         rest = (reduction, root, factor, *counts, self._limit(opts), 0, assumed, *rows, key)
@@ -468,7 +468,7 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
     def _issue(self, item: _core.WorkItem, work: Work) -> Work:
-        """Begin what somebody waits for later."""
+        """Begin an operation that is awaited later."""
         self._ranks.issue(item, work)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -480,9 +480,9 @@ class ProcessGroup(dist.ProcessGroup):
     def _devices_gather(
         self, tensor: Tensor, outputs: Sequence, inputs: Sequence[Tensor], opts: Any = None
     ) -> bool:
-        """Whether the ranks' devices gather among themselves, as all ranks know it.
+        """Whether the ranks' devices gather among themselves; alike on all ranks.
 
-        The first call of the group settles that, on all ranks together.
+        The first call of the group settles this, on all ranks together.
         """
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return False  # a graph has no calls of the host
@@ -529,7 +529,7 @@ class ProcessGroup(dist.ProcessGroup):
             try:
                 item = self._group.gather(inputs, _tuples(outputs), limit_s, waits, key)
             except BufferError:
-                # Copies back are for this stream, which must know where to wait.
+                # Copies back are for this stream, so it waits for them.
                 copies = [_each(dense.dense, out) for out in outputs]
                 own = [dense.dense(tensor) for tensor in inputs]
                 self._group.gather(own, copies, limit_s, True, key)
@@ -547,7 +547,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _goes_through_host(self, device: torch.device, peer: int | None = None) -> bool:
         """Whether a device's tensors are copied to host memory and back, by the core.
 
-        The ranks of an operation know it alike.  The first one waits for the others.
+        The answer is the same on all ranks of an operation.  The first call waits for the
+        others.
 
         Args:
             peer: the other rank of a send or a receive; None: all ranks call.
@@ -611,8 +612,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _sparse_allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """The sum of sparse tensors, in the order of dense ones.
 
-        It is over when this returns, also where the caller wants to wait later: how many
-        elements travel depends on what the others have.
+        The sum is complete on return, also where the caller wants to wait later: the number of
+        elements depends on the other ranks.
         """
         if _reduction(opts.reduceOp)[0] != _core.reductions["sum"]:
             raise ValueError("smp: all_reduce of sparse tensors is defined for SUM alone")
@@ -630,10 +631,10 @@ class ProcessGroup(dist.ProcessGroup):
                 tensor.copy_(total.to(tensor.device))
         return Over(tensors)
 
-    # --------------------------------------------------------- what torch asks a group
+    # ------------------------------------------------------------ torch's questions to a group
 
     def rank(self) -> int:
-        """As in C++, which takes 0.6 us, and torch asks before every operation."""
+        """As in C++, but without its 0.6 us: torch asks before every operation."""
         return self._rank
 
     def name(self) -> str:
@@ -655,7 +656,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._description
 
     def setGroupDesc(self, desc: str) -> None:
-        """Errors and reports call the group so, if nothing was called in it yet."""
+        """Errors and reports use this name, if the group has had no operation."""
         self._description = desc
         if desc not in _NO_DESCRIPTIONS and self.issued() == 0:
             self._shown = desc
@@ -696,7 +697,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._group.sequence()
 
     def issued(self) -> int:
-        """How many operations were called, also those that wait behind others."""
+        """The number of operations begun, with those that wait behind others."""
         return self._group.issued()
 
     def _has_hooks(self) -> bool:
@@ -709,10 +710,10 @@ class ProcessGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if self._nccl_coalesces:  # of a block that an exception has left
+        if self._nccl_coalesces:  # of a block left by an exception
             self.nccl()._end_coalescing(device).wait()
         self._coalesced, self._nccl_coalesces = [], False
-        # NCCL hears of it when it gets an operation.
+        # NCCL hears of the block at the first operation.
         self._nccl_waits = None if device.type == "cpu" else device
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
@@ -728,9 +729,9 @@ class ProcessGroup(dist.ProcessGroup):
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """A row in memory that is used again: the pages of fresh memory cost more than a copy.
+        """A row in reused memory: the pages of fresh memory cost more than a copy.
 
-        FSDP2 gathers into such tensors if it is asked to
+        FSDP2 gathers into such tensors if asked to
         (``set_allocate_memory_from_process_group_for_comm``).
         """
         if torch.device(device).type != "cpu":
@@ -740,7 +741,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._ranks.comm.allocate(size * dtype.itemsize).view(dtype)
 
     def nccl(self) -> dist.ProcessGroup:
-        """The group that serves CUDA tensors, made when the first comes."""
+        """The group for CUDA tensors, made for the first one."""
         if self._nccl is None:
             store = dist.PrefixStore("nccl", self._store)
             options = self._nccl_options
@@ -762,7 +763,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._leave()
 
     def abort(self) -> None:
-        """Leave, without waiting for what NCCL has under way."""
+        """Leave, without a wait for NCCL's running operations."""
         if self._nccl is not None:
             self._nccl.abort()
         self._leave()
@@ -775,17 +776,17 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 def _each(change: Callable[[Tensor], Tensor], out: Any) -> Any:
-    """Of a tensor, or of each of several: a tuple."""
+    """Change one tensor, or each of several: a tuple."""
     return change(out) if isinstance(out, Tensor) else tuple(map(change, out))
 
 
 def _tuples(outputs: Sequence) -> list:
-    """Lists of tensors as tuples, which nobody changes."""
+    """Lists of tensors as tuples, safe from changes."""
     return [out if isinstance(out, Tensor) else tuple(out) for out in outputs]
 
 
 def _options(kind: type, opts: Any, timeout: timedelta | None) -> Any:
-    """The options that torch's overloads spell (opts), (op, timeout) or not at all."""
+    """The options from torch's overloads: (opts), (op, timeout) or none."""
     is_op = isinstance(opts, (dist.ReduceOp, RedOpType))
     if opts is not None and not is_op:
         return opts
@@ -816,7 +817,7 @@ def _check_tag(tag: int) -> None:
 
 
 def _elements(size: int, tensor: Tensor, splits: list[int]) -> list[int]:
-    """How many elements of the tensor each rank gets or gives."""
+    """The number of the tensor's elements for each rank, or from each."""
     rows = tensor.size(0)
     per_row = tensor.numel() // rows if rows else 0
     return [n * per_row for n in splits or [rows // size] * size]

@@ -1,4 +1,4 @@
-"""Operations in torch's profiles, under the names that its own backends use."""
+"""Operations in torch's profiles, under the names of its own backends."""
 
 import threading
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ class Event:
 
     Args:
         title: as in ``smddp:all_reduce``.
-        tensors: whose shapes are recorded.
+        tensors: their shapes are recorded.
     """
 
     def __init__(self, title: str, tensors: Sequence[Tensor]):
         self._handle = torch.autograd._record_function_with_args_enter(title, *tensors)
 
     def end(self) -> None:
-        """In another thread: so a profile knows what runs beside the script's own work."""
+        """In another thread: so a profile knows of work beside the script's own."""
         if not torch_versions.EVENTS_CROSS_THREADS:
             torch.autograd._record_function_with_args_exit(self._handle)
             return

@@ -1,7 +1,7 @@
-"""Processes that do collectives together, connected through a store.
+"""Processes joined for collectives, connected through a store.
 
-The ranks of the default group, if that is an ``smddp`` one, are connected once and serve
-all its sub-groups; a group beside a default group of another backend connects its own.
+The ranks of a default group of ``smddp`` are connected once and serve all its sub-groups.  A
+group beside a default group of another backend connects its own.
 """
 
 import atexit
@@ -31,7 +31,7 @@ TOKEN_BYTES = 32  # hexadecimal digits
 
 
 class PeerUse(NamedTuple):
-    """What this rank has sent to another one by ``send``, and between hosts."""
+    """Messages sent by this rank to another one by ``send``, and between hosts."""
 
     rank: int  # global
     transport: str  # "shm", "ucx", "tcp", "mpi"
@@ -44,40 +44,40 @@ class PoolUse(NamedTuple):
 
     bytes: int  # at most
     high: int  # in use, the most so far
-    blocks: int  # tensors that were in it
-    fallbacks: int  # that did not fit
+    blocks: int  # tensors placed there
+    fallbacks: int  # tensors that did not fit
 
 
 @dataclass(frozen=True)
 class GroupUse:
-    """What this rank has done in a group of the backend ``smddp``."""
+    """This rank's operations in a group of the backend ``smddp``."""
 
     name: str
     ranks: tuple[int, ...]  # global
     operations: int  # begun
-    bytes: int  # of the tensors that this rank gave to them
-    on_host: str  # how with the ranks of its host: "process_vm_readv", "shared memory", ""
+    bytes: int  # of the tensors given to them by this rank
+    on_host: str  # the way to the ranks of its host: "process_vm_readv", "shared memory", ""
     to_hosts: tuple[str, ...]  # transports to other hosts
     messages: int  # sent to other hosts
     sent: int  # their bytes
-    device_operations: int = 0  # all-gathers between devices, of the operations
+    device_operations: int = 0  # all-gathers between devices, a part of the operations
     device_bytes: int = 0  # ... and of the bytes
-    device_why: str = ""  # why NCCL does those
-    through_host: str = ""  # why all that devices do not do goes through host memory
+    device_why: str = ""  # the reason for NCCL to do those
+    through_host: str = ""  # the reason for devices' other operations to go there
 
 
 class Ranks:
     """This process's end.  Making one is collective over all of them.
 
     Args:
-        store: of which these ranks, and nobody else, use the keys.
+        store: its keys are those of these ranks alone.
         rank: of this process, among ``size``.
         timeout: for connecting.
-        global_ranks: of these ranks, by which reports and errors name them.
+        global_ranks: of these ranks, named so in reports and errors.
 
     Raises:
         ConfigError: ``comm_interface`` or ``SMP_SECRET_FILE`` is wrong here.
-        RuntimeError: something is wrong on another rank, which is named.
+        RuntimeError: another rank cannot start; the text names the rank.
     """
 
     open: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
@@ -93,7 +93,7 @@ class Ranks:
         global_ranks: Sequence[int],
     ):
         given = comm_environment() if _settings is None else _settings
-        # Of each group's memory on this rank's GPU, for all-gathers.
+        # The size of each group's memory on this rank's GPU, for all-gathers.
         self.gather_bytes: int = given.get(
             "comm_device_gather_bytes", Config.comm_device_gather_bytes
         )
@@ -119,37 +119,37 @@ class Ranks:
                     interface,
                     transports.job_secret(carrier, token),
                 )
-                # And its file, though a traceback holds on to it.
+                # Close its file too, though a traceback holds on to the comm.
                 on_failure.callback(self.comm.close)
                 return self.comm.card()
 
             cards = boot.gather_made(open_comm)
             self.comm.report_after(self.report_s)
             self.comm.connect(cards, min(int(timeout.total_seconds() * 1000), LONGEST_MS))
-            boot.barrier()  # nobody leaves the store before all have read it
+            boot.barrier()  # a rank leaves the store after all have read it
             on_failure.pop_all()
         core_warnings.pass_on()
         self._groups: dict[_core.Group, tuple[str, list[int]]] = {}  # with name and members
-        self.through_host: dict[_core.Group, str] = {}  # the groups to which that applies, why
+        self.through_host: dict[_core.Group, str] = {}  # the reasons, by group
         self._lock = threading.Lock()  # guards the two below
-        self._idle = 0  # threads that wait for the next operation to end
+        self._idle = 0  # threads awaiting the end of the next operation
         self._threads: list[threading.Thread] = []
         Ranks.open.add(self)
 
     @staticmethod
     def number(name: str) -> int:
-        """By which the core knows a group; not 0."""
+        """The core's number of a group; not 0."""
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") or 1
 
     def group(
         self, members: list[int], name: str, timeout: timedelta, shown: str
     ) -> _core.Group:
-        """Meet the other members, which may be on several hosts.
+        """Meet the other members, perhaps on several hosts.
 
         Args:
-            name: unlike that of any other group.
-            shown: what errors and reports call it.
+            name: unlike any other group's.
+            shown: the name in errors and reports.
         """
         number = self.number(name)
         group = _core.Group(self.comm, members, number, shown, timeout.total_seconds())
@@ -157,7 +157,7 @@ class Ranks:
         return group
 
     def rename(self, group: _core.Group, shown: str) -> None:
-        """What errors and reports call a group from now on, which has had no operation."""
+        """Change the name of a group without operations in errors and reports."""
         group.rename(shown)
         self._groups[group] = (shown, self._groups[group][1])
 
@@ -166,7 +166,7 @@ class Ranks:
         return self in Ranks.open
 
     def leave(self, group: _core.Group) -> None:
-        """What the group has under way ends with an error.  After the last, leave the ranks."""
+        """The group's operations end with an error.  After the last group, leave the ranks."""
         group.close()
         self._groups.pop(group, None)
         self.close_unused()
@@ -177,18 +177,18 @@ class Ranks:
             self.close()
 
     def issue(self, item: _core.WorkItem, work: Work) -> None:
-        """Begin; the work completes when the item is over, whoever waits for it."""
+        """Begin; the work completes when the item is over, with or without a wait."""
         if not self._threads:
             self._listen()
         item.issue(work)
 
     def attend(self) -> None:
-        """A signal has ended a wait: what is left of it is let go when it is over."""
+        """After a signal ended a wait: let go of the operation once over."""
         if self.is_open and not self._threads:
             self._listen()
 
     def send(self, group: _core.Group, to: int, tag: int, tensor: Tensor) -> None:
-        """A copy, without waiting for the receiver."""
+        """Send a copy, without waiting for the receiver."""
         try:
             _core.send(group, to, tag, tensor)
         except BufferError:
@@ -197,7 +197,7 @@ class Ranks:
     def receive(
         self, group: _core.Group, source: int, tag: int, tensor: Tensor
     ) -> tuple[_core.Receipt, Tensor]:
-        """Where to wait for it, and what it fills: the tensor, or a dense copy."""
+        """The receipt, for waiting, and the tensor to fill, perhaps a dense copy."""
         try:
             return _core.receive(group, source, tag, tensor), tensor
         except BufferError:
@@ -205,7 +205,7 @@ class Ranks:
             return _core.receive(group, source, tag, copy), copy
 
     def uses(self) -> list[GroupUse]:
-        """What this rank has done in each of the groups."""
+        """This rank's operations in each of the groups."""
         uses = []
         for group, (name, members) in list(self._groups.items()):
             operations, moved, messages, sent, reads, gathers, gathered, why = group.use()
@@ -231,7 +231,7 @@ class Ranks:
         return uses
 
     def peers(self) -> list[PeerUse]:
-        """What this rank has sent to each of the others."""
+        """Messages sent by this rank to each of the others."""
         return [
             PeerUse(rank, way, messages, sent)
             for rank, (way, messages, sent) in zip(
@@ -262,14 +262,14 @@ class Ranks:
                 return
             thread = threading.Thread(target=self._complete, name="smp-complete", daemon=True)
             thread.start()
-            self._threads.append(thread)  # which close() joins
+            self._threads.append(thread)  # joined by close()
             self._idle += 1
 
     def _complete(self) -> None:
-        """Complete what is over; the C core carries it out and never takes the GIL.
+        """Complete finished operations; the C core carries them out and never takes the GIL.
 
-        What a script attached to a future may itself wait for another operation: while
-        one thread runs that, another listens.
+        A script's callback of a future may itself wait for another operation: while one thread
+        runs the callback, another listens.
         """
         while (work := self.comm.finished()) is not None:
             with self._lock:
@@ -289,10 +289,10 @@ class Ranks:
 
 
 def share_token(boot: OverStore) -> tuple[bytes, Bootstrap]:
-    """A random token for these ranks, and what brought it.  Collective over them.
+    """A random token for these ranks, and its carrier.  Collective over them.
 
-    That is MPI where one job of it runs on all of them: nobody else can read it there.
-    Else it is the store.
+    The carrier is MPI where one job of MPI runs on all of them: no other process can read the
+    token there.  Else the carrier is the store.
     """
     token = secrets.token_hex(TOKEN_BYTES // 2).encode() if boot.rank == 0 else b""
     mpi = running_mpi()
@@ -303,7 +303,7 @@ def share_token(boot: OverStore) -> tuple[bytes, Bootstrap]:
     return mpi.tell([int(card.split()[1]) for card in cards], token, TOKEN_BYTES), mpi
 
 
-_settings: Mapping[str, Any] | None = None  # None: what the environment says
+_settings: Mapping[str, Any] | None = None  # None: the environment's
 
 
 @contextmanager

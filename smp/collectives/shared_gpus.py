@@ -1,8 +1,8 @@
-"""Which ranks of a group have their tensors on one GPU, for which NCCL makes no communicator.
+"""Ranks of a group with their tensors on one GPU: NCCL makes no communicator for these.
 
-A rank says where its first CUDA tensor is, in the group's store.  The ranks of a collective
-read that of all, so that all of them choose the same way; the two ends of a send read that of
-each other.
+A rank puts the place of its first CUDA tensor into the group's store.  The ranks of a
+collective read all places, and so choose the same way; the two ends of a send read each
+other's.
 """
 
 import warnings
@@ -16,12 +16,12 @@ _warned = False  # in this process: the other groups of a job are of the same ra
 
 
 class SharedGpus:
-    """The GPUs of a group's ranks, as these have said.
+    """The GPUs of a group's ranks, as shown in the store.
 
     Args:
-        store: of which this object, and nobody else, uses the keys.
+        store: its keys are this object's alone.
         rank: of this process in the group.
-        global_ranks: of the members, by which errors and warnings name them.
+        global_ranks: of the members, named so in errors and warnings.
     """
 
     def __init__(self, store: dist.Store, rank: int, global_ranks: list[int]):
@@ -33,7 +33,7 @@ class SharedGpus:
     def found(
         self, device: torch.device, members: Iterable[int], timeout: timedelta
     ) -> list[int]:
-        """Of the members, this rank among them, the first that share a GPU; empty: none do.
+        """The first members on one GPU, this rank among the members; empty: none share one.
 
         Waits until each of the members has a CUDA tensor in an operation of the group.
 
@@ -42,7 +42,7 @@ class SharedGpus:
             members: by their number in the group.
 
         Raises:
-            torch.distributed.DistBackendError: one had none within the timeout.
+            torch.distributed.DistBackendError: a member had none within the timeout.
         """
         if self._rank not in self._gpus:
             self._gpus[self._rank] = name_of(device)
@@ -77,7 +77,7 @@ def name_of(device: torch.device) -> str:
 
 
 def visible() -> list[str]:
-    """The GPUs that this process may use."""
+    """The GPUs usable by this process."""
     return [name_of(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
 
 

@@ -1,4 +1,4 @@
-"""Sums of sparse tensors, out of all-gathers of what their indices and values are."""
+"""Sums of sparse tensors, by all-gathers of their indices and values."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from smp.collectives import dense
 
-# In the same order on all ranks, which have one torch.
+# In the same order on all ranks: these have one torch.
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _HEADER = 4 + 64  # 64: torch's limit of dimensions
 
-_SIZES, _INDICES, _VALUES = 1, 2, 3  # the gathers, as errors count them
+_SIZES, _INDICES, _VALUES = 1, 2, 3  # the gathers, by their numbers in errors
 
-# Which of the gathers, a rank's own, room for all ranks', and how many elements each rank
-# has, if not as many.  The number of the operation.
+# The gather's number, a rank's own rows, room for all ranks', and each rank's number of
+# elements where these differ.  Returns the number of the operation.
 Gather = Callable[..., int]
 
 
@@ -29,8 +29,8 @@ def summed(own: Tensor, names: list[int], gather: Gather, group: str) -> Tensor:
         group: its name, for errors.
 
     Raises:
-        torch.distributed.DistBackendError: the tensors differ in shape or dtype; on all
-            ranks, with two that differ.
+        torch.distributed.DistBackendError: the tensors differ in shape or dtype; on all ranks,
+            with two different ones.
     """
     sizes = _sizes(own, names, gather, group)
     indices = _rows(_INDICES, own.indices().T, sizes, gather)
@@ -44,7 +44,7 @@ def summed(own: Tensor, names: list[int], gather: Gather, group: str) -> Tensor:
 
 
 def _sizes(own: Tensor, names: list[int], gather: Gather, group: str) -> Tensor:
-    """How many elements each rank's tensor has; they are alike in all else."""
+    """The number of elements of each rank's tensor; all else is alike."""
     alike = [_DTYPES.index(own.dtype), own.sparse_dim(), own.dim(), *own.shape]
     said = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
     said[: 1 + len(alike)] = torch.tensor([own._nnz(), *alike], device="cpu")
@@ -68,7 +68,7 @@ def _described(row: Tensor) -> str:
 
 
 def _rows(which: int, rows: Tensor, sizes: Tensor, gather: Gather) -> tuple[Tensor, ...]:
-    """Every rank's rows, of which it has as many as `sizes` says."""
+    """Every rank's rows, as many as its number in `sizes`."""
     per_row = rows[0:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
     out = rows.new_empty(int(sizes.sum()), *rows.shape[1:])
     gather(which, dense.dense(rows), out, (sizes * per_row).tolist())
@@ -76,7 +76,7 @@ def _rows(which: int, rows: Tensor, sizes: Tensor, gather: Gather) -> tuple[Tens
 
 
 def _tree(terms: list[Tensor]) -> Tensor:
-    """The sum along the tree that csrc/comm/collective/kernels/reduce.h defines."""
+    """The sum along the tree of csrc/comm/collective/kernels/reduce.h."""
     if len(terms) == 1:
         return terms[0].coalesce()
     half = 1 << (len(terms) - 1).bit_length() - 1

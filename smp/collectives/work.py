@@ -1,4 +1,4 @@
-"""What a collective returns: something to wait for."""
+"""The result of a collective's call: an operation to wait for."""
 
 import sys
 import threading
@@ -19,14 +19,14 @@ _making_future = threading.Lock()
 
 
 def _are_small(tensors: Sequence[Tensor]) -> bool:
-    """Whether their memory, in all, is next to nothing."""
+    """Whether the tensors' memory, in all, is next to nothing."""
     if not all(t.is_cpu and t.layout == torch.strided for t in tensors):
         return False
     return sum(t.untyped_storage().nbytes() for t in tensors) <= 4096
 
 
 class Ended:
-    """In the place of a work item that is over and gone."""
+    """In the place of a finished work item."""
 
     def wait(self, limit_s: float) -> bool:
         return True
@@ -42,21 +42,21 @@ class Work(dist.Work):
     """An operation under way.
 
     Args:
-        item: what the core carries out.
-        results: the tensors that it fills.
-        finish: what is left to do then, in Python: copies to where results belong.
+        item: the core's part of the operation.
+        results: the tensors to fill.
+        finish: the part left to Python then: copies to the results' places.
     """
 
     _item: Any = Ended()
-    # Most works need none of these.  Who takes an event or a pending future out of the
-    # work, which is one step, ends it.
+    # Most works need none of these.  Taking the event or the pending future out of the work is
+    # one step; the taker ends the one taken.
     _completed = False
-    _failure: Exception | None = None  # beside what the work item says
+    _failure: Exception | None = None  # beside the work item's own
     _event: profile.Event | None = None
     _future: torch.futures.Future[list[Tensor]] | None = None
     _pending: torch.futures.Future[None] | None = None  # completes the future
     _finish: Callable[[], None] | None = None
-    _lock: threading.RLock  # with a finish: one does it, others wait
+    _lock: threading.RLock  # with a finish: one thread runs it, others wait
 
     def __init__(
         self,
@@ -72,13 +72,14 @@ class Work(dist.Work):
             self._lock = threading.RLock()
 
     def __del__(self) -> None:
-        """C++ may have kept its half, which would then wait by the methods of its base, for
-        ever: DDP's join does so.  So what Python drops stays for a while, with small results
-        alone."""
+        """C++ may have kept its half, and would then wait by the methods of its base, for ever,
+        as DDP's join does.  So a work dropped by Python stays for a while, with small results
+        alone.
+        """
         if sys.is_finalizing():
             return
         if (failure := self.exception()) is not None:
-            self._failure = failure.with_traceback(None)  # without what its frames hold
+            self._failure = failure.with_traceback(None)  # without its frames' objects
         self._future = self._pending = None
         self._results = self._results if _are_small(self._results) else ()
         self._item = Ended()
@@ -86,7 +87,7 @@ class Work(dist.Work):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether completing it runs what others attached to its future."""
+        """Whether completing the work runs callbacks of its future."""
         return self._pending is not None
 
     def complete(self) -> None:
@@ -117,10 +118,10 @@ class Work(dist.Work):
             self.complete()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until it is over.
+        """Wait for the operation's end.
 
         Raises:
-            torch.distributed.DistBackendError: it failed, or did not end in time.
+            torch.distributed.DistBackendError: the operation failed, or did not end in time.
         """
         limit_s = timeout.total_seconds() if timeout else 0
         if not self._item.wait(limit_s):
@@ -145,7 +146,7 @@ class Work(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """What went wrong; None while it is under way, too."""
+        """The operation's error; None while it is under way, too."""
         if self._failure is not None or self._item.is_over():
             try:
                 self._check()
@@ -157,11 +158,11 @@ class Work(dist.Work):
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Completes with the results, or with the error, although nobody waits."""
+        """A future completed with the results, or with the error, even without a wait."""
         with _making_future:
             if self._future is None:
                 pending = self._make_pending()
-                # Only an error that is raised in a callback is one for C++ too.
+                # Only an error raised in a callback is one for C++ too.
                 self._future = pending.then(self._value)
                 self._pending = pending
         if self._completed:
@@ -176,25 +177,25 @@ class Work(dist.Work):
         return list(self._results)
 
     def _check(self) -> None:
-        """Raise what went wrong; it is over."""
-        if self._failure is not None:  # also one after which nobody waits for the item
+        """Raise the error of the finished operation."""
+        if self._failure is not None:  # also a failure that ends all waits for the item
             raise self._failure
         self._item.check()
 
 
-# More than there are operations between DDP's forward, which drops one, and its wait.
+# More than the operations between DDP's forward, where one is dropped, and its wait.
 _dropped: deque[Work] = deque(maxlen=64)
 
 
 def forget_dropped() -> None:
-    """The ranks are left: C++ waits for nothing any more."""
+    """The ranks are left: no wait of C++'s remains."""
     _dropped.clear()
 
 
 class DeviceWork(Work):
     """An all-gather between devices.
 
-    The core's part is over when all ranks have called it; the copies follow.
+    The core's part is over once all ranks have called; the copies follow.
 
     Args:
         item: as above.
@@ -212,7 +213,7 @@ class DeviceWork(Work):
         pass  # C++ keeps none
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """What the current stream is told from now on comes after the copies."""
+        """Later work of the current stream comes after the copies."""
         super().wait(timeout)
         self._item.join()
         return True
@@ -221,23 +222,25 @@ class DeviceWork(Work):
         return super().is_completed() and self._item.is_done()
 
     def _make_pending(self) -> torch.futures.Future[None]:
-        """The future is complete when the other ranks have called: its tensors are in order
-        on the stream of who waits for it, and of its callbacks."""
+        """A future complete once the other ranks have called.
+
+        Its tensors are in order on the stream of each waiter, and of its callbacks.
+        """
         return torch.futures.Future(devices=[self._device])
 
     def _value(self, _: Any) -> list[Tensor]:
-        """In a stream that the future gives its callbacks."""
+        """In the stream given to callbacks by the future."""
         self._check()
         self._item.join()
         return list(self._results)
 
 
 class OverOnDevice(dist.Work):
-    """What the current stream has been told already.
+    """The earlier work of the current stream.
 
     Args:
         device: of the stream.
-        results: the tensors that it fills.
+        results: the tensors to fill.
     """
 
     def __init__(self, device: torch.device, results: Sequence[Tensor] = ()):
@@ -247,7 +250,7 @@ class OverOnDevice(dist.Work):
         self._event = torch.accelerator.current_stream(device).record_event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The same for the stream that is current now."""
+        """Make the stream that is current now wait, too."""
         torch.accelerator.current_stream(self._device).wait_event(self._event)
         return True
 
@@ -278,13 +281,13 @@ class Received(Work):
     """A tensor on its way.
 
     Args:
-        receipt: where the core puts it.
-        tensor: what the script wants filled.
-        filled: what the core fills: the tensor, or a dense copy.
+        receipt: the core's place for the tensor.
+        tensor: the script's, to be filled.
+        filled: the core's: the tensor, or a dense copy.
         timeout_s: of a wait without one.
-        members: of the group, as the core numbers them.
-        reporter: this rank, as torch numbers it, and after how many seconds a wait is
-            reported; 0: never.
+        members: of the group, by their numbers in the core.
+        reporter: this rank, by torch's number, and the seconds until a wait is reported; 0:
+            never.
     """
 
     def __init__(
@@ -313,7 +316,7 @@ class Received(Work):
             late = dist.DistBackendError(
                 f"smp: {self._item.describe()}: timed out after {round(limit_s, 3):g} s"
             )
-            if not timeout:  # else who waits may wait again
+            if not timeout:  # else another wait may follow
                 self._failure = late
                 self.complete()
             raise late
@@ -322,7 +325,7 @@ class Received(Work):
         return True
 
     def _wait(self, limit_s: float) -> bool:
-        """Whether it is over by then; says so where it takes long."""
+        """Whether the receive is over by then; a long wait is reported."""
         rank, report_s = self._reporter
         if not 0 < report_s < limit_s:
             return self._item.wait(limit_s)
@@ -341,10 +344,10 @@ class Received(Work):
                 return False
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Completes by a thread of its own: messages are sorted in by who waits.
+        """Completes by a thread of its own: waiting threads sort messages in.
 
-        If that waits in vain, for as long as the group's timeout or until the ranks are
-        left, the receive has failed: nobody else can wait for it any more.
+        A vain wait of that thread (the group's timeout is over, or the ranks are left) is the
+        receive's failure: no other wait is possible.
         """
         future = super().get_future()
         if not self._completed:
@@ -360,14 +363,14 @@ class Received(Work):
             self.complete()
 
     def source_rank(self) -> int:
-        """In the group; it is over."""
+        """The sender's number in the group, after the receive's end."""
         return self._members.index(self._item.source())
 
     _source_rank = source_rank
 
 
 class Over(Work):
-    """An operation that was over when the call returned."""
+    """An operation finished before its call returned."""
 
     def __init__(self, results: Sequence[Tensor] = ()):
         dist.Work.__init__(self)
@@ -393,7 +396,7 @@ class Over(Work):
 
 
 class AllOf(dist.Work):
-    """Several operations that were issued as one: works of this module."""
+    """Several operations issued as one: works of this module."""
 
     def __init__(self, works: Sequence[Any]):
         super().__init__()
@@ -403,12 +406,12 @@ class AllOf(dist.Work):
         self._works[-1].ends(event)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until all are over; the time is for all of them together."""
+        """Wait for all; the time is for all of them together."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         for work in self._works:
             if deadline is None:
                 work.wait()
-            else:  # no time at all would be no limit
+            else:  # a time of zero would be no limit
                 left_s = max(deadline - time.monotonic(), 1e-3)
                 work.wait(timedelta(seconds=left_s))
         return True
@@ -423,7 +426,7 @@ class AllOf(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """What went wrong with the first that failed; None while it is under way, too."""
+        """The error of the first failed operation; None while it is under way, too."""
         errors = (work.exception() for work in self._works)
         return next((error for error in errors if error is not None), None)
 

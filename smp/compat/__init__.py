@@ -1,1 +1,1 @@
-"""What only existing scripts import by name; ``smdistributed`` has those names."""
+"""Parts for existing scripts alone; ``smdistributed`` has their names."""

@@ -1,4 +1,4 @@
-"""The exceptions of the library, under the name that launchers import them from."""
+"""The exceptions of the library, under the name imported by launchers."""
 
 from smp.data_parallel.group import ReplicasDiffer
 from smp.execution.first_step import PartitionMismatch

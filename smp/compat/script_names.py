@@ -1,4 +1,4 @@
-"""Small functions that existing scripts import from ``utils`` of the original.
+"""Small functions imported by existing scripts from ``utils`` of the original.
 
 ``smp.utils``, ``smdistributed.modelparallel.torch.utils`` and
 ``smdistributed.modelparallel.test.torch.utils`` are this module.
@@ -24,7 +24,7 @@ def rmsg(message: str) -> str:
 
 
 def get_distribution_axis(param: Tensor) -> int | None:
-    """The axis along which tensor parallelism splits a parameter; None: it does not.
+    """The axis of a parameter's split for tensor parallelism; None: it is not split.
 
     Args:
         param: a parameter, or a buffer.

@@ -1,7 +1,7 @@
-"""Buckets: parameters whose gradients the replicas exchange in one collective.
+"""Buckets: parameters with their gradients exchanged in one collective.
 
-A bucket has what a communication hook written for torch's DistributedDataParallel asks
-of its ``torch.distributed.GradBucket``.
+A bucket answers a communication hook for torch's DistributedDataParallel as
+``torch.distributed.GradBucket`` does.
 """
 
 import math
@@ -19,7 +19,7 @@ MEGABYTE = 1024 * 1024
 
 
 class Memory:
-    """The memory of the buckets that are on their way, used again by those after them."""
+    """The memory of the buckets on their way, used again by later ones."""
 
     def __init__(self) -> None:
         self._spare: list[Tensor] = []
@@ -27,8 +27,8 @@ class Memory:
     def take(self, nbytes: int, device: torch.device) -> Tensor:
         """A buffer of at least so many bytes, uint8.
 
-        There is a new one only in place of a spare one: there are never more buffers than
-        buckets were on their way at once.
+        A new buffer is made only without a spare one: the most buckets on their way at once are
+        the number of buffers.
         """
         for place, spare in enumerate(self._spare):
             if spare.device == device and spare.numel() >= nbytes:
@@ -38,23 +38,23 @@ class Memory:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """The bucket does not need it any more."""
+        """The bucket's use of the buffer is over."""
         self._spare.append(buffer)
 
 
 class Bucket:
     """Gradients of one dtype on one device, one behind the other in one buffer.
 
-    It has a buffer from :meth:`fill` to :meth:`empty`, or for good if gradients are views
+    A bucket has a buffer from :meth:`fill` to :meth:`empty`, or for good if gradients are views
     of it.
 
     Args:
-        parameters: in the order in which they lie in the buffer.
-        dtype: of the gradients, which need not be the parameters'.
-        sparse: whether the gradient is sparse; then there is one parameter, and the
+        parameters: in the order of their gradients in the buffer.
+        dtype: of the gradients, not always the parameters'.
+        sparse: whether the gradient is sparse; then the bucket has one parameter, and the
             buffer is a new sparse tensor each time.
-        holders: the ranks that exchange it: those of the DP_GROUP, or of the RDP_GROUP for
-            parameters that see the samples of the whole TP_GROUP.
+        holders: the ranks of the exchange: those of the DP_GROUP, or of the RDP_GROUP for
+            parameters with the samples of the whole TP_GROUP.
         as_views: the gradients are views of the buffer.
     """
 
@@ -68,7 +68,7 @@ class Bucket:
     ):
         self.sparse = sparse
         self.holders = holders
-        self.named_its_group = False  # to the hook that runs
+        self.named_its_group = False  # to the running hook
         self.is_launched = False
         self._index = 0
         self._is_last = False
@@ -88,18 +88,18 @@ class Bucket:
         if self._stays:
             self._lie_in(parameters[0].new_empty(self._size, dtype=dtype).detach())
 
-    # ------------------------------------------------- what a communication hook asks
+    # ------------------------------------------------- asked by a communication hook
 
     def index(self) -> int:
         """The number of the bucket in its model, in the order of the exchange."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last one of its model."""
+        """Whether the bucket is the last one of its model."""
         return self._is_last
 
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks that average these gradients; a hook's collectives are theirs."""
+        """The ranks of this average; a hook's collectives are theirs."""
         self.named_its_group = True
         return self.holders.group
 
@@ -107,7 +107,7 @@ class Bucket:
         """The gradients, shape ``[elements]``; sparse, of the parameter's shape.
 
         Raises:
-            RuntimeError: the bucket is not on its way, so it has none.
+            RuntimeError: the bucket is not on its way, and has no buffer.
         """
         if self._buffer is None:
             raise RuntimeError(
@@ -134,7 +134,7 @@ class Bucket:
     # ----------------------------------------------------------------------- its buffer
 
     def fill(self, gradients: Sequence[Tensor | None], memory: Memory) -> None:
-        """Copy gradients in, by parameter; where there is none, zeros."""
+        """Copy gradients in, by parameter; zeros for None."""
         if self.sparse:
             (gradient,) = gradients
             self._buffer = self._no_rows() if gradient is None else _rows_of(gradient)
@@ -159,7 +159,7 @@ class Bucket:
             self._bytes = None
 
     def adopt(self, parameter: Tensor) -> None:
-        """Move a parameter's ``.grad`` into the buffer, of which it is a view from then on."""
+        """Move a parameter's ``.grad`` into the buffer, and make it a view of that."""
         if not self._stays or parameter.grad is None:
             return
         view, gradient = self._views[self._number[id(parameter)]], parameter.grad
@@ -174,7 +174,7 @@ class Bucket:
         self._views = [buffer.as_strided(*place) for place in self._layout]
 
     def _no_rows(self) -> Tensor:
-        """The gradient of a table that was not used."""
+        """The gradient of an unused table."""
         (table,) = self._parameters
         indices = torch.empty((1, 0), dtype=torch.int64, device=table.device)
         values = torch.empty((0, *table.shape[1:]), dtype=self.dtype, device=table.device)
@@ -199,11 +199,11 @@ def make_buckets(
     """The buckets of a model, last parameters first: backward reaches these first.
 
     Args:
-        module: tells which parameters get sparse gradients.
+        module: its tables decide between sparse gradients and dense.
         parameters: in order of definition.
-        cap_mb: MiB of gradients that a bucket has at most, if it has more than one; slices
-            count alike on all tp_ranks.
-        holders_of: the ranks that exchange a parameter's gradient.
+        cap_mb: the most MiB of gradients in a bucket of several; slices count alike on all
+            tp_ranks.
+        holders_of: the ranks of the exchange of a parameter's gradient.
         as_views: gradients are views of the buckets.
     """
     sparse: set[int] = set()
@@ -244,7 +244,7 @@ def make_buckets(
 
 
 def _bytes_alike(parameter: nn.Parameter) -> int:
-    """A gradient's bytes; of slices the mean, so that buckets are alike on all tp_ranks."""
+    """A gradient's bytes; of slices the mean, so buckets are alike on all tp_ranks."""
     slices = slices_of(parameter)
     itemsize = gradient_dtype(parameter).itemsize
     if slices is None:

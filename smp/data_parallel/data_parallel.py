@@ -1,15 +1,14 @@
 """Data parallelism: the replicas of a model compute the same gradients.
 
-What is exchanged, and in which order, is in ``smp.data_parallel.reduction``.  The semantics
-are those of torch's DistributedDataParallel:
+The exchange and its order are in ``smp.data_parallel.reduction``.  The semantics are those of
+torch's DistributedDataParallel:
 
 - before the first step all replicas get the parameters and buffers of the first one;
-- after a step, or after ``loss.backward()`` outside one (pipeline degree 1), the
-  ``.grad`` of each parameter is the average over the replicas.  *All* of ``.grad`` is
-  averaged: what steps under ``no_sync()`` left there, too.  What is already averaged is
-  alike on all replicas and so stays;
-- a replica whose step did not use a parameter adds zeros; where no replica did, ``.grad``
-  stays None;
+- after a step, or after ``loss.backward()`` outside one (pipeline degree 1), the ``.grad`` of
+  each parameter is the average over the replicas.  *All* of ``.grad`` is averaged, with the
+  gradients of steps under ``no_sync()``.  An average of before is alike on all replicas and so
+  stays;
+- a replica with an unused parameter adds zeros; where no replica used it, ``.grad`` stays None;
 - steps under ``torch.no_grad()``, and steps in evaluation mode without a backward,
   exchange nothing: one replica may evaluate alone (not with ``deterministic_server``).
 
@@ -50,17 +49,17 @@ class DataParallel:
         overlapping_allreduce: send gradients while backward still runs.
         backward_passes_per_step: only each so many-th step is followed by an exchange,
             of the sum of their gradients.
-        bucket_cap_mb: MiB of gradients that make a bucket.
+        bucket_cap_mb: MiB of gradients in a bucket.
         broadcast_buffers: each exchange begins with the first replica's buffers.
-        gradient_as_bucket_view: ``.grad`` is part of a bucket's memory, from the moment that
-            backward makes it: there are no copies; buckets are then sent after backward.
+        gradient_as_bucket_view: ``.grad`` is part of a bucket's memory, from its making by
+            backward on: no copies are made; buckets are then sent after backward.
 
     Attributes:
         reduction: the exchange under way.
-        hook, hook_state: what was registered in place of the sum.
+        hook, hook_state: registered in place of the sum.
         is_joining: inside ``join()``.
-        additions: by id of the parameter, how often an exchanged backward added to it at most.
-        keeps_apart_at_once: the ledger does not say when it adds to a gradient that was sent.
+        additions: by id of the parameter, the most additions by an exchanged backward.
+        keeps_apart_at_once: the ledger does not tell of additions to a gradient already sent.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class DataParallel:
         self._grad_hooks: list[Any] = []
         self._last_active: int | None = None
 
-    # ---------------------------------------------------------------- what is exchanged
+    # ---------------------------------------------------------------- the exchange
 
     def broadcast(self) -> None:
         """Give all replicas the first one's parameters and buffers.  Collective.
@@ -123,25 +122,25 @@ class DataParallel:
         self.replicas.broadcast([t for t in tensors if not t.is_meta], source)
 
     def buffers(self) -> list[Tensor]:
-        """The buffers that the replicas have alike."""
+        """The buffers, alike on all replicas."""
         return [b for b in self._model.local_buffers() if not b.is_meta]
 
     def buckets(self) -> list[Bucket]:
-        """The buckets of the parameters that require grad now."""
+        """The buckets of the parameters with requires_grad now."""
         self._prepare()
         return self._buckets
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The local parameters that require grad now, in order of definition."""
+        """The local parameters with requires_grad now, in order of definition."""
         return [(n, p) for n, p in self._model.local_named_parameters() if p.requires_grad]
 
     def divisor(self, active: int) -> int:
-        """What sums are divided by; ``active``: replicas that still have inputs."""
+        """The divisor of sums; ``active``: replicas with inputs left."""
         return self.replicas.size if self._divides_by_all else active
 
     def _prepare(self) -> None:
         parameters = [p for _, p in self.named_parameters()]
-        # A conversion may exchange what is behind a parameter, which has the hooks.
+        # A conversion may exchange the tensor behind a parameter, and the hooks with it.
         now = [(id(p), p._cdata, p.dtype, gradient_dtype(p), p.device) for p in parameters]
         if now == self._built_for:
             return
@@ -160,7 +159,7 @@ class DataParallel:
             self._grad_hooks = [hook for p in parameters for hook in self._watch_gradient(p)]
 
     def _watch_gradient(self, parameter: nn.Parameter) -> list[Any]:
-        """Hooks before and after each addition to a gradient; returns what removes them."""
+        """Hooks before and after each addition to a gradient; returns their handles."""
         this, its_parameter = weakref.ref(self), weakref.ref(parameter)
 
         @unserializable_hook
@@ -200,7 +199,7 @@ class DataParallel:
             self.reduction.complete(parameter)
 
     def forward_outside_step(self, forward: Callable[[], Any]) -> Any:
-        """Run a forward whose backward is followed by an exchange (pipeline degree 1)."""
+        """Run a forward with an exchange after its backward (pipeline degree 1)."""
         if not torch.is_grad_enabled():
             return forward()
         rt = self._model._smp_runtime
@@ -216,10 +215,10 @@ class DataParallel:
         return microbatches.map_tensors(forward(), self._watch)
 
     def _end_what_a_backward_left(self) -> None:
-        """A backward that raised did not finish its exchange, for which the others wait.
+        """End the exchange left by a backward's exception: the other replicas wait.
 
         Raises:
-            RuntimeError: it did, and now it has failed on every replica.
+            RuntimeError: an exchange was left, and now has failed on every replica.
         """
         reduction, inside = self.reduction, torch._C._current_graph_task_id() != -1
         if reduction is not None and reduction.finishes_with_backward and not inside:
@@ -235,8 +234,8 @@ class DataParallel:
     def _watch(self, output: Tensor) -> Tensor:
         """Note when backward comes to an output of the model.
 
-        From there the end of the whole backward can be seen; from a parameter it cannot:
-        a reentrant checkpoint runs a backward of its own.
+        From an output the end of the whole backward can be seen; from a parameter it cannot: a
+        reentrant checkpoint runs a backward of its own.
         """
         if output.requires_grad:
             output.register_hook(lambda gradient: self._finish_with_backward())
@@ -249,7 +248,7 @@ class DataParallel:
         reduction.finishes_with_backward = True
         Variable._execution_engine.queue_callback(lambda: finish(reduction))
 
-    # ------------------------------------------------------------ what the user asks for
+    # ------------------------------------------------------------ the user's settings
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -270,7 +269,7 @@ class DataParallel:
 
     @contextmanager
     def join(self, divide_by_all: bool, raise_early: bool) -> Iterator[None]:
-        """Keep the others company when this replica has no inputs left."""
+        """Keep the others company once this replica has no inputs left."""
         if self._model._smp_runtime.in_sequence:
             raise NotImplementedError(
                 "smp: join() with deterministic_server=True, where all replicas make the same "
@@ -290,7 +289,7 @@ class DataParallel:
             self.is_joining, self._divides_by_all = False, True
 
     def _accompany(self) -> None:
-        """Take part in the others' exchanges, with nothing to give, while there are any."""
+        """Take part in the others' exchanges, with nothing to give, until the last."""
         while True:
             reduction = Reduction([self], with_buffers=False, joined=True)
             if not reduction.active():
@@ -306,14 +305,14 @@ class DataParallel:
             self._broadcast_from(self._last_active)
 
     def note_active(self, reduction: Reduction) -> None:
-        """An exchange inside ``join`` begins: who takes part?"""
+        """An exchange inside ``join`` begins: note the replicas in it."""
         self._check_tp_groups(reduction)
         self._last_active = reduction.active()[0]
         if self._raises_early and len(reduction.active()) < self.replicas.size:
             self._stop(reduction)
 
     def _check_tp_groups(self, reduction: Reduction) -> None:
-        """The ranks of a TP_GROUP work together, so they have as many inputs.
+        """The ranks of a TP_GROUP work together, and so must have as many inputs.
 
         Raises:
             RuntimeError: on every rank; a TP_GROUP has lost one of its ranks.
@@ -339,7 +338,7 @@ class DataParallel:
         )
 
     def takes_part(self) -> bool:
-        """Whether the step that begins now is followed by an exchange; counts steps."""
+        """Whether an exchange follows the step beginning now; counts steps."""
         if not self._synchronises:
             return False
         self._passes = (self._passes + 1) % self._passes_per_step
@@ -347,23 +346,23 @@ class DataParallel:
 
 
 def due(models: Sequence["DistributedModel"]) -> list[DataParallel]:
-    """The models that exchange gradients after the step that begins now; counts steps."""
+    """The models to exchange gradients after the step beginning now; counts steps."""
     members = [m._smp_data_parallel for m in models if m._smp_data_parallel is not None]
     return [member for member in members if member.takes_part()]
 
 
 def watch(models: Sequence["DistributedModel"]) -> None:
-    """A step begins whose backward, if it has one, is followed by an exchange."""
+    """A step begins: an exchange follows its backward, if any."""
     for model in models:
         if model._smp_data_parallel is not None:
             model._smp_data_parallel._prepare()
 
 
 def begin(members: Sequence[DataParallel], with_buffers: bool = True) -> Reduction | None:
-    """A step begins, after which the models exchange gradients.  Collective.
+    """A step with an exchange of gradients after it begins.  Collective.
 
     Args:
-        members: the models that take part, in order of creation; none: returns None.
+        members: the models taking part, in order of creation; none: returns None.
     """
     if not members:
         return None

@@ -1,7 +1,7 @@
 """The replicas of this rank's part of the model: the ranks of its DP_GROUP.
 
-Collectives on gradients are in ``smp.data_parallel.reduction``; here are those that come
-before.
+Collectives on gradients are in ``smp.data_parallel.reduction``; those before the first step are
+here.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from smp.tensor_parallel.slices import slices_of
 
 
 class Layout(NamedTuple):
-    """The tensors that replicas must have alike: name, shape and dtype of each."""
+    """The tensors to be alike on all replicas: name, shape and dtype of each."""
 
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]
 
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
         return Layout(tuple(_described(name, tensor) for name, tensor in named))
 
     def signature(self) -> int:
-        """56 bits that differ where layouts do."""
+        """56 bits, different where layouts are."""
         return int.from_bytes(hashlib.sha256(self.to_bytes()).digest()[:7], "little")
 
     def to_bytes(self) -> bytes:
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
         return Layout(tuple(tensors))
 
     def first_difference(self, other: "Layout") -> str:
-        """What ``other`` has otherwise, as in "'a.weight' [4] float32, not ..."; or ""."""
+        """The difference of ``other``, as in "'a.weight' [4] float32, not ..."; or ""."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=False):
             if mine != theirs:
                 return f"{_in_words(theirs)}, not {_in_words(mine)}"
@@ -56,14 +56,14 @@ class Layout(NamedTuple):
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of the gradient that a parameter has or will get."""
+    """The dtype of the gradient, present or future, of a parameter."""
     if parameter.grad is not None:
         return parameter.grad.dtype
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _described(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
-    """Name, shape and dtype; of a slice, the whole's shape and how it is cut."""
+    """Name, shape and dtype; of a slice, the whole's shape and the cut."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.requires_grad and gradient_dtype(tensor) != tensor.dtype:
         dtype += " with gradients of " + str(gradient_dtype(tensor)).removeprefix("torch.")
@@ -85,7 +85,7 @@ class ReplicasDiffer(RuntimeError):
 
 
 class Holders(NamedTuple):
-    """The ranks that average the gradients of a parameter."""
+    """The ranks averaging the gradients of a parameter."""
 
     group: dist.ProcessGroup
     ranks: list[int]  # global
@@ -95,8 +95,8 @@ class Replicas:
     """The ranks of the DP_GROUP, by dp_rank.  All methods are collective over them.
 
     Attributes:
-        of_slices: the ranks of the RDP_GROUP, which hold the same slices of parameters.
-        have_one_rank: each replica is one rank, so no other kind of parallelism is there.
+        of_slices: the ranks of the RDP_GROUP, with the same slices of parameters.
+        have_one_rank: each replica is one rank, without any other kind of parallelism.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Replicas:
         self.of_all = Holders(self.group, self.global_ranks)
         self.have_one_rank = ranks.rdp_size() == ranks.size()
         devices = {device.type for device in self.group._device_types}
-        # Small tensors of numbers; a group that was made for NCCL alone takes no others.
+        # For small tensors of numbers; a group made for NCCL alone takes no others.
         self.control_device = torch.device("cpu" if "cpu" in devices else "cuda")
 
     def numbers(self, *shape: int) -> Tensor:
@@ -167,7 +167,7 @@ class Replicas:
                     write(tensor, part.view(tensor.shape))
 
     def check_alike(self, layout: Layout) -> None:
-        """Compare what the replicas have.
+        """Compare the replicas' layouts.
 
         Raises:
             ReplicasDiffer: on every replica; names the first difference.

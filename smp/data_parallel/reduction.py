@@ -1,27 +1,26 @@
 """One exchange of gradients among the replicas, from the begin of a step to its end.
 
-What is sent, in this order on every replica:
+The exchange sends, in this order on every replica:
 
 1. the header: each replica's layout of gradients, whether it takes part and whether it
    wants buffers;
-2. buffers of modules, from the first replica that takes part, if one wants them;
+2. buffers of modules, from the first replica taking part, if one wants them;
 3. the buckets, each as soon as backward has completed its gradients and those of the
    buckets before it;
-4. the report: whose step failed, which parameters have a gradient, which buckets got a
-   gradient after they were sent and are sent again.
+4. the report: the failed replicas, the parameters with a gradient, and the buckets to send
+   again, for gradients added after they were sent.
 
-A bucket is a copy of gradients, in memory that the next one uses: two are on their way at
-most, and the next waits for the first to arrive.  Backward does not: what has not arrived
-when it comes by is sent later.  A bucket that has arrived becomes the ``.grad`` of its
-parameters, in new memory where there was none before the step: the engine may still need
-the memory of a gradient that it has just made.
+A bucket is a copy of gradients, in memory reused by the next one: two are on their way at most,
+and the next waits for the first to arrive.  Backward does not wait: buckets without room are
+sent later.  An arrived bucket becomes the ``.grad`` of its parameters, in new memory where
+there was none before the step: the engine may still need the memory of a fresh gradient.
 
-A parameter is complete when backward has added to it as often as it ever did before:
-reentrant checkpoints add several times.  So nothing is sent in the first backward before its
-end.  If there is one addition more than ever, what it adds is kept apart and sent by itself.
+A parameter is complete after as many additions by backward as ever before: reentrant
+checkpoints add several times.  So nothing is sent in the first backward before its end.  A
+further addition is kept apart and sent by itself.
 
-A replica that failed sends zeros for what is left, so that nobody waits.  Gradients are
-summed, then divided once.
+A failed replica sends zeros for the rest, so no replica waits.  Gradients are summed, then
+divided once.
 """
 
 from collections import Counter, deque
@@ -49,7 +48,7 @@ class Reduction:
     """An exchange under way.
 
     Args:
-        members: the models that take part, in order of creation.
+        members: the models taking part, in order of creation.
         with_buffers: this replica's step begins with the first one's buffers.
         joined: this replica has no inputs left and only keeps the others company.
     """
@@ -78,14 +77,14 @@ class Reduction:
         self._memory = Memory()
         self._late: set[int] = set()
         self._under_way: deque[tuple[int, Any]] = deque()  # place, work or future
-        # The gradient of a parameter that gets an addition after it was sent: its .grad is
-        # that addition.
+        # The gradient already sent of a parameter with a later addition: its .grad is the
+        # addition.
         self._apart: dict[Tensor, Tensor] = {}
         self._results: dict[Tensor, Tensor] = {}  # of parameters without a gradient here
         self._without: set[Tensor] = set()  # had no gradient when they were sent
         self._taken_in: set[int] = set()
         self._failure: Exception | None = None
-        self._active: list[int] | None = None  # dp_ranks that take part, once known
+        self._active: list[int] | None = None  # dp_ranks taking part, once known
         self._some_want_buffers = False
         self._alike = True
         for _, bucket in self._buckets:
@@ -109,7 +108,7 @@ class Reduction:
         self._header_work = self.replicas.sum(self._header)
 
     def active(self) -> list[int]:
-        """The dp_ranks that take part; waits for the header."""
+        """The dp_ranks taking part; waits for the header."""
         if self._active is None:
             self._header_work.wait()
             rows = self._header.tolist()
@@ -119,12 +118,12 @@ class Reduction:
         return self._active
 
     def with_buffers(self) -> bool:
-        """Whether a replica wants buffers, which one that has joined is told by the header."""
+        """Whether a replica wants buffers; the header tells joined replicas."""
         self.active()
         return self._some_want_buffers
 
     def exchange_buffers(self) -> None:
-        """Give all replicas the buffers of the first one that takes part."""
+        """Give all replicas the buffers of the first one taking part."""
         tensors = [b for m in self.members if m.broadcasts_buffers for b in m.buffers()]
         if tensors and self.active() and self._alike:
             self.replicas.broadcast(tensors, self.active()[0])
@@ -132,7 +131,7 @@ class Reduction:
     # ------------------------------------------------------------------- during backward
 
     def complete(self, parameter: Tensor) -> None:
-        """Backward added to a parameter for good; sends what can be sent.
+        """Backward added to a parameter for good: send the complete buckets.
 
         Does not raise: an error is the step's, and comes out of :meth:`finish`.
         """
@@ -156,7 +155,7 @@ class Reduction:
             self._failure = error
 
     def keep_apart(self, parameter: Tensor) -> None:
-        """Something will be added to the gradient; if it was sent, take it off ``.grad``."""
+        """Before an addition to the gradient: if already sent, take it off ``.grad``."""
         if not self.is_launched(parameter) or parameter in self._apart:
             return
         if parameter.grad is not None:
@@ -188,18 +187,18 @@ class Reduction:
         if self._missing[self._sent]:
             return False
         if self._buckets[self._sent][1].sparse and not self.replicas.have_one_rank:
-            # Its sizes are exchanged first, and waited for: where another rank of this step
-            # sends it later, the two would wait in a circle.
+            # A sparse bucket's sizes are exchanged first, and waited for: where another rank of
+            # this step sends the bucket later, the two would wait in a circle.
             return False
         self.active()
         return self._alike and self._has_room()
 
     def _has_room(self) -> bool:
-        """Whether one more bucket may go; takes in what has arrived, and waits for nobody.
+        """Whether one more bucket may go; takes in arrived ones, without a wait.
 
-        Replicas whose ranks work on one step together would wait in circles, if one did
-        not come to a parameter that another one used.  Without such ranks an accelerator's
-        stream waits, as the host is ahead of it.
+        Replicas of several ranks, all in one step, would wait in circles if one skipped a
+        parameter used by another.  Without such ranks an accelerator's stream waits, as the
+        host is ahead of it.
         """
         while len(self._under_way) == MOST_ON_THEIR_WAY:
             place, work = self._under_way[0]
@@ -210,7 +209,7 @@ class Reduction:
         return True
 
     def _send(self, place: int, zeros: bool) -> None:
-        """Send a bucket: ``.grad``, or what came after it was sent."""
+        """Send a bucket: ``.grad``, or the additions after the first sending."""
         while len(self._under_way) >= MOST_ON_THEIR_WAY:
             self._take_in()
         member, bucket = self._buckets[place]
@@ -247,7 +246,7 @@ class Reduction:
                 self.keep_apart(parameter)
 
     def _is_addition(self, parameter: Tensor) -> bool:
-        """Whether ``.grad`` of a parameter that was sent is what came after that."""
+        """Whether the ``.grad`` of a parameter already sent is a later addition."""
         return parameter in self._apart or parameter in self._without
 
     def _sum(self, bucket: Bucket) -> Any:
@@ -265,12 +264,12 @@ class Reduction:
         """Complete the exchange.
 
         Args:
-            error: what this replica's step raised.
+            error: the exception of this replica's step.
             description: of the error, as :func:`smp.execution.failures.describe` makes it.
 
         Raises:
-            BaseException: ``error``; or what another replica's step raised; or
-                ReplicasDiffer, where the parameters are not the same.
+            BaseException: ``error``; or that of another replica's step; or ReplicasDiffer,
+                where the parameters are not the same.
         """
         self.active()
         if not self._alike:
@@ -316,14 +315,14 @@ class Reduction:
             self._failure = self._failure or error
 
     def _rejoin(self) -> None:
-        """Backward is over: what nothing was added to is ``.grad`` again."""
+        """Backward is over: a gradient without an addition is ``.grad`` again."""
         for parameter, gradient in list(self._apart.items()):
             if parameter.grad is None:
                 parameter.grad = gradient
                 del self._apart[parameter]
 
     def _send_rest(self, error: BaseException | None) -> None:
-        """Send the buckets that are left; what is complete now stays so."""
+        """Send the remaining buckets; complete gradients stay so from now on."""
         for place, (_, bucket) in enumerate(self._buckets):
             if bucket.is_launched:
                 continue
@@ -336,11 +335,11 @@ class Reduction:
     def _exchange_report(
         self, error: BaseException | None
     ) -> tuple[list[int], list[list[bool]], list[int]]:
-        """Whose step failed, by dp_rank; what is used, by bucket; buckets to send again."""
+        """The failures, by dp_rank; the used parameters, by bucket; buckets to send again."""
         size, nbuckets = self.replicas.size, len(self._buckets)
         everything = [p for _, bucket in self._buckets for p in bucket.parameters()]
         mine = torch.zeros(size + nbuckets + len(everything), dtype=torch.int32, device="cpu")
-        # A rank that failed by itself counts 1; one that met such a rank 2.
+        # A failure of the rank's own counts 1; that of a peer 2.
         mine[self.replicas.rank] = (error is not None) + isinstance(error, PeerFailed)
         for place in self._late:
             mine[size + place] = 1
@@ -364,7 +363,7 @@ class Reduction:
             self._take_in()
 
     def _take_in(self) -> None:
-        """Wait for the bucket that was sent first; it becomes the gradients.
+        """Wait for the first bucket on its way; it becomes the gradients.
 
         Does not raise: an error is the step's.
         """
@@ -390,11 +389,11 @@ class Reduction:
         bucket.empty(self._memory)
 
     def _replace(self, parameter: Tensor, result: Tensor, as_view: bool) -> None:
-        """The gradient, where there is one, is what the replicas have together."""
+        """The replicas' gradient takes the place of this one's."""
         held = None
         if parameter not in self._without:
             held = self._apart.get(parameter, parameter.grad)
-        if not as_view and not result.is_sparse:  # it is the next bucket's, too
+        if not as_view and not result.is_sparse:  # its memory is the next bucket's, too
             if held is None or held.is_sparse:
                 result = torch.empty_like(parameter, dtype=result.dtype).copy_(result)
             elif self._had[parameter]:
@@ -410,7 +409,7 @@ class Reduction:
             parameter.grad = result
 
     def _add(self, parameter: Tensor, result: Tensor, as_view: bool) -> None:
-        """Something came after the gradient was sent, here or on another replica."""
+        """Add gradients from after the sending, here or on another replica."""
         for place in (self._apart, self._results):
             if parameter in place:
                 place[parameter] = place[parameter] + result
@@ -432,7 +431,7 @@ class Reduction:
                     parameter.grad = torch.zeros_like(parameter, dtype=bucket.dtype)
 
     def _learn(self) -> None:
-        """How often a backward adds to each parameter."""
+        """Note the additions of a backward to each parameter."""
         for member, bucket in self._buckets:
             for parameter in bucket.parameters():
                 key = id(parameter)
@@ -440,14 +439,14 @@ class Reduction:
                     member.additions[key] = count
 
     def _divisor(self, member: "DataParallel", bucket: Bucket) -> int:
-        """How many ranks' gradients the sum has: a TP_GROUP's slices are one gradient."""
+        """The number of ranks' gradients in the sum: a TP_GROUP's slices are one gradient."""
         in_a_sum = self.replicas.size // len(bucket.holders.ranks)
         return member.divisor(len(self.active())) // in_a_sum
 
     # ------------------------------------------------------------------------- failures
 
     def _put_back(self) -> None:
-        """Gradients that were None are None again."""
+        """Gradients are None again if they were before."""
         for parameter, had in self._had.items():
             if not had:
                 parameter.grad = None
@@ -496,7 +495,7 @@ def _is_over(work: Any) -> bool:
 
 
 class _Nothing:
-    """The exchange of a bucket that one rank alone holds."""
+    """The exchange of a bucket held by one rank alone."""
 
     def wait(self) -> None:
         pass

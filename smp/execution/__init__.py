@@ -1,1 +1,1 @@
-"""A step: microbatches, what the server calls, what travels with a call."""
+"""A step: microbatches, the server's calls into Python, and the values beside arguments."""

@@ -1,9 +1,8 @@
-"""The accelerator of this rank, where it has one in use: what its worker threads share.
+"""The accelerator of this rank, once in use: the state shared by its worker threads.
 
-A thread does not inherit the device, the stream or the random numbers that the script
-has chosen for its own; the workers take them over from the thread that calls the step,
-so that all tasks of a rank run on one stream.  What crosses between ranks is in
-``smp/execution/staging.py``.
+A thread does not inherit the script's choice of device, stream and random numbers.  The workers
+take them over from the thread that calls the step, so all tasks of a rank run on one stream.
+Tensors between ranks are in ``smp/execution/staging.py``.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import torch
 
 
 class Place(NamedTuple):
-    """Device and stream of the thread that asked."""
+    """Device and stream of the calling thread."""
 
     device: int
     stream: Any
@@ -24,13 +23,13 @@ class Place(NamedTuple):
 
 
 class ModuleGenerator:
-    """The generator of a device for which PyTorch has no object, by its module."""
+    """The generator of a device without a generator object in PyTorch, by its module."""
 
     def __init__(self, module: Any, index: int):
         self._module, self._index = module, index
 
     def get_state(self) -> torch.Tensor:
-        """What :meth:`set_state` takes."""
+        """The argument of :meth:`set_state`."""
         return self._module.get_rng_state(self._index)
 
     def set_state(self, state: torch.Tensor) -> None:
@@ -43,7 +42,7 @@ class ModuleGenerator:
 
 
 def in_use() -> torch.device | None:
-    """The kind of accelerator, once something has been put there; starts none."""
+    """The kind of accelerator, once a tensor is on one; starts none."""
     device = torch.accelerator.current_accelerator()
     if device is None:
         return None
@@ -52,14 +51,14 @@ def in_use() -> torch.device | None:
 
 
 def place() -> Place | None:
-    """Where the calling thread works, if it works on an accelerator."""
+    """The calling thread's place, if on an accelerator."""
     if in_use() is None:
         return None
     return Place(torch.accelerator.current_device_index(), torch.accelerator.current_stream())
 
 
 def generator(index: int | None = None) -> Any:
-    """What draws a device's random numbers (the current one's), or None."""
+    """The generator of a device's random numbers (the current one's), or None."""
     device = in_use()
     if device is None:
         return None
@@ -71,7 +70,7 @@ def generator(index: int | None = None) -> Any:
 
 
 def generators() -> list[Any]:
-    """What draws the host's random numbers, and the current device's."""
+    """The generators of the host's random numbers, and of the current device's."""
     device = generator()
     return [torch.default_generator] if device is None else [torch.default_generator, device]
 

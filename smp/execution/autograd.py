@@ -25,12 +25,12 @@ class Recv(Function):
 
 
 class Change(Function):
-    """``Change.apply(argument, values)``: what a callee's change in place does to the
-    caller's tensor.  What it was before has no part in the result.
+    """``Change.apply(argument, values)``: a callee's change in place of the caller's tensor.
+    The tensor's former value has no part in the result.
 
-    A view needs zeros for the part of its base that was overwritten: without a gradient
-    autograd leaves out the rest of the base too.  For all others, zeros would only be
-    added to what ``Send`` brings, and hand their strides on to the sum.
+    A view needs zeros for the overwritten part of its base: without a gradient autograd leaves
+    out the rest of the base too.  For all others, zeros would only be added to the gradient of
+    ``Send``, and hand their strides on to the sum.
     """
 
     @staticmethod
@@ -49,12 +49,12 @@ class Change(Function):
 
 
 class Enter(Function):
-    """Begin of a request on its owner: gives the module tensors it may change in place."""
+    """Begin of a request on its owner: gives the module tensors for changes in place."""
 
     forward = staticmethod(_core.enter_forward)
     backward = staticmethod(_core.enter_backward)
 
 
 def apply_of(node: type[Function]):
-    """``node.apply`` without the checks for functorch transforms, which cost 1 us."""
+    """``node.apply`` without the checks for functorch transforms, of 1 us."""
     return super(Function, node).apply  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""``torch.compile`` and smp: what compiled code calls as it is, and what it is wrapped around.
+"""``torch.compile`` and smp: functions called as they are, and wrappers of modules.
 
-Compiled code breaks off where it comes to a function of ours that talks to other ranks, calls
-it, and goes on behind it.  Without dynamo nothing is compiled; it is not loaded here.
+Compiled code breaks off before a function of ours with messages to other ranks, calls it, and
+goes on behind it.  Without dynamo nothing is compiled; it is not loaded here.
 """
 
 import sys
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-_WRAPPED = "_orig_mod"  # what a module of torch.compile has its module as
+_WRAPPED = "_orig_mod"  # the name of the module inside one of torch.compile's
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -21,12 +21,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def not_traced(reason: str, and_all_below: bool = True) -> Callable[[_Function], _Function]:
     """Decorate a function that compiled code calls, and does not look into.
 
-    As ``torch.compiler.disable()``, but without its wrapper, which takes longer than a small
-    operation, and the import of torch.compile's own modules.
+    As ``torch.compiler.disable()``, but without its wrapper, slower than a small operation, and
+    without the import of torch.compile's own modules.
 
     Args:
-        reason: for who asks torch why it breaks off there.
-        and_all_below: nor into what the function calls.
+        reason: torch's answer to questions about the break.
+        and_all_below: nor into the function's callees.
     """
 
     def decorated(given: Any) -> Any:
@@ -34,7 +34,7 @@ def not_traced(reason: str, and_all_below: bool = True) -> Callable[[_Function],
         function._torchdynamo_disable = True
         function._torchdynamo_disable_msg = reason
         frames = torch._C._dynamo.eval_frame
-        if hasattr(frames, "set_code_exec_strategy"):  # torch's own, which may change
+        if hasattr(frames, "set_code_exec_strategy"):  # torch's own name, subject to change
             action = frames._FrameAction
             below = action.SKIP if and_all_below else action.DEFAULT
             strategy = frames._FrameExecStrategy(action.SKIP, below)
@@ -55,7 +55,7 @@ def run_as_written() -> ExitStack:
 
 
 class Lifted:
-    """Modules of ``torch.compile(module)`` taken off what they are wrapped around, for now.
+    """Wrappers of ``torch.compile(module)``, taken off their modules for now.
 
     Args:
         root: may be one.
@@ -66,7 +66,7 @@ class Lifted:
 
     def __init__(self, root: nn.Module) -> None:
         self._outermost = root
-        self._places: list[tuple[nn.Module, str, Any]] = []  # holder, name, what was there
+        self._places: list[tuple[nn.Module, str, Any]] = []  # holder, name, former value
         self.root = _inside(root)
         for holder in list(self.root.modules()):
             for name, child in holder._modules.items():
@@ -75,11 +75,11 @@ class Lifted:
                     holder._modules[name] = inside
 
     def put_back(self, root: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-        """Wrap them around what their modules are now.
+        """Wrap the modules in their places now.
 
         Args:
-            root: what the root is now.
-            replaced: by module what took its place.
+            root: the root of now.
+            replaced: by module, the one in its place.
 
         Returns:
             the root, in its wrapper if it had one.
@@ -95,7 +95,7 @@ class Lifted:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """What a module of ``torch.compile`` is wrapped around; any other one itself."""
+    """The module inside one of ``torch.compile``; any other one itself."""
     compiler = sys.modules.get("torch._dynamo")
     while compiler is not None and isinstance(module, compiler.OptimizedModule):
         module = module._modules[_WRAPPED]
@@ -104,5 +104,5 @@ def _inside(module: nn.Module) -> nn.Module:
 
 def _wrapped_around(module: nn.Module, wrapper: Any) -> nn.Module:
     setattr(wrapper, _WRAPPED, module)
-    wrapper._initialize()  # it calls the method that the module's class had
+    wrapper._initialize()  # it calls a method of the module's former class
     return wrapper

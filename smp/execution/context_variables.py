@@ -1,10 +1,9 @@
-"""Lists, dicts and sets in context variables: arguments that every remote call has.
+"""Lists, dicts and sets in context variables: arguments of every remote call.
 
-Hooks that a library puts on modules deep inside a model collect what they see (hidden
-states, attentions, router logits) in a container that a context variable holds.  Where
-the module runs on another rank, the container goes with the call and comes back with
-what was added.  Tensors that were collected before stay where they are: a ``Kept`` takes
-their place on the way.
+A library's hooks deep inside a model collect hidden states, attentions or router logits in a
+container.  A context variable holds the container.  Where the module runs on another rank, the
+container goes with the call and comes back with the additions.  Tensors of earlier collections
+stay where they are: a ``Kept`` takes their place on the way.
 """
 
 import importlib
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 _CONTAINERS = (list, dict, set)
 _COLLECTOR = "transformers.utils.output_capturing"
 
-# Where each variable was found: the module, and the names that lead to it; None: nowhere.
+# The home of each variable: the module, and the names from there; None: none found.
 _homes: dict[ContextVar, tuple[str, ...] | None] = {}
 _found: dict[tuple[str, ...], ContextVar] = {}
 _users: dict[ContextVar, bool] = {}
@@ -33,7 +32,7 @@ _outside = copy_context()
 
 
 class Kept:
-    """Stands for a tensor that was collected on another rank and is still there."""
+    """In place of a tensor collected on another rank, and still there."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -50,13 +49,13 @@ class Collected:
     """
 
     def __init__(self, containers: Iterable[tuple[tuple[str, ...], Any]]):
-        self._made: dict[int, Any] = {}  # id of an original -> what travels
-        self._original: dict[int, Any] = {}  # id of what travels -> the original
+        self._made: dict[int, Any] = {}  # id of an original -> its copy for the way
+        self._original: dict[int, Any] = {}  # id of a copy -> the original
         self._pairs: list[tuple[Any, Any, list]] = []
         self.values = tuple((home, self._travelling(value)) for home, value in containers)
 
     def settle(self) -> None:
-        """After the call: give the originals what was changed in what travelled."""
+        """After the call: bring the copies' changes to the originals."""
         for original, made, before in self._pairs:
             now = _items(made)
             if len(now) == len(before) and all(
@@ -125,16 +124,16 @@ def _items(container: Any) -> list:
 
 
 def begin_step() -> None:
-    """Variables that have their value from outside the step stay on their rank."""
+    """Variables with a value from outside the step stay on their rank."""
     global _outside
     _outside = copy_context()
 
 
 def collect(path: str) -> Collected | None:
-    """The containers that the step put into context variables; None where it did not.
+    """The containers put into context variables by the step; None without any.
 
     Args:
-        path: of the module that is called.
+        path: of the called module.
     """
     found = []
     for variable, value in copy_context().items():
@@ -150,8 +149,9 @@ def collect(path: str) -> Collected | None:
 
 
 def _is_users(variable: ContextVar) -> bool:
-    """Whether its value is of interest: torch keeps its own configuration in variables, too,
-    which are named after it, or are no globals."""
+    """Whether its value is of interest.  Torch keeps its own configuration in variables, too,
+    named after it or no globals.
+    """
     if variable.name.startswith("torch."):
         return False
     if variable not in _users:
@@ -161,20 +161,20 @@ def _is_users(variable: ContextVar) -> bool:
 
 
 def _is_torchs(home: tuple[str, ...]) -> bool:
-    """What torch notes for itself while it compiles is of no use elsewhere."""
+    """Torch's own notes while it compiles are of no use elsewhere."""
     return home[0].partition(".")[0] == "torch"
 
 
 def set_collected(
     values: Iterable[tuple[tuple[str, ...], Any]], models: Iterable[nn.Module]
 ) -> list[tuple[ContextVar, "Token"]]:
-    """Give the variables the containers that came with a call.
+    """Give the variables the containers of a call.
 
     Args:
-        models: of this rank; those of transformers get the hooks that collect.
+        models: of this rank; those of transformers get the collecting hooks.
 
     Returns:
-        what :func:`reset` takes.
+        the argument of :func:`reset`.
     """
     tokens = []
     for home, value in values:
@@ -187,14 +187,15 @@ def set_collected(
 
 
 def reset(tokens: list[tuple[ContextVar, "Token"]]) -> None:
-    """Give the variables back what they had."""
+    """Give the variables their former values back."""
     for variable, token in reversed(tokens):
         variable.reset(token)
 
 
 def _home_of(variable: ContextVar) -> tuple[str, ...] | None:
-    """By which names every rank finds the variable: those of a module's global, or of an
-    attribute of one."""
+    """The names by which every rank finds the variable.  They are those of a module's global,
+    or of an attribute of one.
+    """
     if variable not in _homes:
         _homes[variable] = home = _search(variable)
         if home is None:
@@ -240,8 +241,9 @@ def _variable_at(home: tuple[str, ...]) -> ContextVar:
 
 
 def _install_hooks_of_transformers(root: nn.Module) -> None:
-    """What transformers does in the forward of the model that collects, which ran on
-    another rank.  Each model's once: hooks collect as often as they are there."""
+    """Install the hooks of a collecting model's forward, run by transformers on another rank.
+    Each model's once: a second hook would collect again.
+    """
     install: Callable = sys.modules[_COLLECTOR].maybe_install_capturing_hooks
     pretrained: type = importlib.import_module("transformers").PreTrainedModel
     for model in root.modules():

@@ -1,4 +1,4 @@
-"""How an exception on one rank becomes the same exception on every rank."""
+"""The way of an exception on one rank to the same exception on every rank."""
 
 import pickle
 import traceback
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from smp.model import DistributedModel
 
 IN_PARTITION = -1  # in place of a microbatch
-_CALL = nn.Module._call_impl.__name__  # in whose frames ``self`` is a module that is called
-_TOLD = "_smp_told"  # in the __dict__ of an exception that came from another rank
+_CALL = nn.Module._call_impl.__name__  # in its frames ``self`` is a called module
+_TOLD = "_smp_told"  # in the __dict__ of an exception from another rank
 
 
 class StepAborted(BaseException):
-    """Unwinds a worker whose step failed elsewhere; user code does not see it.
+    """Unwinds a worker after the step's failure elsewhere; user code does not see it.
 
-    Not an ``Exception``, so that ``except Exception`` in a model lets it pass.
+    The class is no ``Exception``, so ``except Exception`` in a model lets it pass.
     """
 
 
@@ -33,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def as_failure(error: BaseException) -> BaseException:
-    """What a step fails with: an exit that would pass for success is an error."""
+    """The exception of a failed step: an exit with the look of success becomes an error."""
     if not isinstance(error, SystemExit) or error.code:
         return error
     failure = RuntimeError(
@@ -45,7 +45,7 @@ def as_failure(error: BaseException) -> BaseException:
 
 
 def module_of(error: BaseException, models: Iterable["DistributedModel"]) -> str | None:
-    """The path of the innermost module whose call raised the error; None: there is none."""
+    """The path of the innermost module around the error; None: none."""
     called = [
         frame.f_locals.get("self")
         for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -58,12 +58,12 @@ def module_of(error: BaseException, models: Iterable["DistributedModel"]) -> str
 def describe(
     error: BaseException, path: str | None, microbatch: int, phase: int, who: str
 ) -> tuple:
-    """What the other ranks need to raise the error: plain values, and a pickle of it.
+    """The error's description for the other ranks: plain values, and a pickle of the error.
 
-    One that came here from another rank is that rank's still.
+    An error from another rank keeps that rank.
 
     Args:
-        who: the rank, as :attr:`Runtime.name` says it.
+        who: the rank, as in :attr:`Runtime.name`.
     """
     told = told_of(error)
     if told is not None:
@@ -75,7 +75,7 @@ def describe(
 
 
 def _pickled(value: object) -> bytes:
-    """The value as another rank can build it; empty: it cannot."""
+    """The value's pickle for another rank; empty: it cannot be pickled."""
     try:
         pickled = pickle.dumps(value)
         pickle.loads(pickled)
@@ -87,11 +87,11 @@ def _pickled(value: object) -> bytes:
 class Parts(NamedTuple):
     """The parts of an exception that other ranks can build, where it cannot be pickled.
 
-    Most often its class gives ``Exception.__init__`` other arguments than it takes, so that
-    pickle cannot call it.  The exception is then made without that call, of the same class.
+    Most often its class gives ``Exception.__init__`` other arguments than it takes, and pickle
+    cannot call it.  The exception is then made without that call, of the same class.
     """
 
-    base: type[BaseException]  # the class, or the first of its bases that can be imported
+    base: type[BaseException]  # the class, or the first of its importable bases
     names: dict[str, str]  # the class's own
     args: tuple
     state: dict[str, Any]
@@ -100,7 +100,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> "Parts":
-        """Those of the error that other ranks can build."""
+        """The error's parts for other ranks."""
         kind = type(error)
         base = next(each for each in kind.__mro__ if _pickled(each))
         given: Any = BaseException.__reduce__(error)[1]
@@ -127,12 +127,12 @@ class Parts(NamedTuple):
 
 
 def told_of(error: BaseException) -> tuple | None:
-    """The description that the error was made of, on the way to its caller's rank."""
+    """The description behind an error on the way to its caller's rank."""
     return getattr(error, _TOLD, None)
 
 
 def raised_there(description: tuple) -> BaseException:
-    """The exception of a module of another rank, for the code that called it here."""
+    """The exception of a module of another rank, for its caller here."""
     error = rebuild(description, None)
     error.__dict__[_TOLD] = description
     return error
@@ -142,7 +142,7 @@ def rebuild(description: tuple, local: BaseException | None) -> BaseException:
     """The exception to raise from the step: the original one, with a note.
 
     Args:
-        description: what :func:`describe` made, on any rank.
+        description: from :func:`describe`, on any rank.
         local: the exception itself, on the rank where it was raised.
     """
     who, path, microbatch, phase, kind, message, text, pickled = description

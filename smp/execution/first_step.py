@@ -1,4 +1,4 @@
-"""What happens before the first step of a model: tracing, partition, agreement.
+"""The time before the first step of a model: tracing, partition, agreement.
 
 One rank traces and decides; every rank gets the decision, checks that it is about the
 same model, and applies it.  Where modules may call collectives of their own
@@ -21,8 +21,14 @@ from smp import _core, model, ranks
 from smp.execution import failures, pool, runtime, sequence
 from smp.job import objects
 from smp.modules import homes, sync_batch_norm
-from smp.partitioning import shared, tracing, twins
-from smp.partitioning.partition import Partition, PartitionError, make_partition, pin_of
+from smp.partitioning import first_forward, shared, tracing, twins
+from smp.partitioning.partition import (
+    Partition,
+    PartitionError,
+    inherit_pin,
+    make_partition,
+    pin_of,
+)
 from smp.partitioning.turns import Turns, turns_of
 from smp.ranks import CommGroup
 from smp.saving import state_dicts
@@ -36,10 +42,10 @@ if TYPE_CHECKING:
 
 
 class ForwardState(NamedTuple):
-    """What a model's modules are known to change when they run.  By path of the module."""
+    """The known changes of a model's modules when run.  By path of the module."""
 
-    attributes: dict[str, tuple[str, ...]]  # names of plain attributes that it sets
-    buffers: dict[str, tuple[str, ...]]  # names of buffers that it changes
+    attributes: dict[str, tuple[str, ...]]  # names of plain attributes set by it
+    buffers: dict[str, tuple[str, ...]]  # names of buffers changed by it
 
 
 class PartitionMismatch(RuntimeError):
@@ -56,30 +62,46 @@ def partition_models(
     Args:
         models: in order of creation.
         run_traced: runs the step function on one microbatch, without backward; its inputs on
-            that device, or where they are.
+            that device, or in place.
 
     Raises:
-        PartitionError: pins that cannot be met.
+        PartitionError: the pins cannot be met.
         PartitionMismatch: a rank has another model; on every rank.
-        Exception: what the traced run raised; on every rank.
+        Exception: the traced run's; on every rank.
     """
     sync_batch_norm.prepare(models, rt)
     if rt.in_sequence:
         sequence.prepare()
-    mine = b""
-    told: tuple | None = None
-    error: BaseException | None = None
-    if rt.traces:
-        try:
-            decided = _decide(rt, models, run_traced)
-            mine = _core.pack(decided) if rt.decides else b""
-        except (Exception, SystemExit) as raised:  # the others wait for the decision
-            error = failures.as_failure(raised)
-            microbatch = failures.IN_PARTITION if isinstance(error, PartitionError) else 0
-            told = failures.describe(error, None, microbatch, 0, rt.name)
-            mine = _core.pack((told, None, (), 0, 0))
+    earlier: list[tracing.Trace | None] = []  # of a run that has made modules
+
+    def decide() -> tuple | None:
+        if not rt.traces:
+            return None
+        traces = _traces(rt, models, run_traced)
+        if traces[0] is not None and traces[0].made:
+            earlier.extend(traces)
+            return traces[0].made, (), (), 0, ()
+        return _decide(rt, models, traces)
+
+    def decide_again() -> tuple | None:
+        modules = [one._smp_module for one in models]
+        replaced, flags = first_forward.make(modules, packed)
+        for old, new in replaced:
+            inherit_pin(old, new)
+        if not rt.traces:
+            return None
+        traces = _traces(rt, models, run_traced)
+        for before, after in zip(earlier, traces, strict=True):
+            _check_second(before, after, flags)
+        return _decide(rt, models, traces)
+
+    told, error, mine = _attempted(rt, decide)
     decision, others = rt.share_decision(mine)
     packed, gates, states, backwards, pools = _core.unpack(decision)
+    if isinstance(packed, bytes) and not others:
+        told, error, mine = _attempted(rt, decide_again)
+        decision, others = rt.share_decision(mine)
+        packed, gates, states, backwards, pools = _core.unpack(decision)
     if gates is None or others:
         everything = [_core.unpack(one) for one in (decision, *others)]
         first = _first_failure([what for what, gates, *_ in everything if gates is None])
@@ -109,29 +131,81 @@ def partition_models(
         one._smp_run_post_partition_hooks()
 
 
+def _attempted(
+    rt: "Runtime", decide: Callable[[], tuple | None]
+) -> tuple[tuple | None, BaseException | None, bytes]:
+    """How a failure is told to the other ranks, the failure, and the bytes for them."""
+    try:
+        decided = decide()
+    except (Exception, SystemExit) as raised:  # the others wait for the decision
+        error = failures.as_failure(raised)
+        microbatch = failures.IN_PARTITION if isinstance(error, PartitionError) else 0
+        told = failures.describe(error, None, microbatch, 0, rt.name)
+        return told, error, _core.pack((told, None, (), 0, 0))
+    return None, None, _core.pack(decided) if rt.decides else b""
+
+
+def _check_second(
+    first: tracing.Trace | None, second: tracing.Trace | None, flags: set[str]
+) -> None:
+    """The forward after the one with new modules must be like all later ones.
+
+    Args:
+        flags: names of attributes still at the first forward's values.
+
+    Raises:
+        RuntimeError: the second forward makes modules again; or it lacks changes of the first,
+            other than the flags.  A process would have kept these.
+    """
+    if first is None or second is None:
+        return
+    instead = "so that the partition cannot decide about it: do so before smp.DistributedModel"
+    if second.made:
+        raise RuntimeError(
+            f"smp: {first.makes} in the first forward, and in the next {second.makes} again, "
+            f"{instead}"
+        )
+    before, after = first.changed(), second.changed()
+    lost = {n for n in before.keys() - after.keys() if n.rpartition(".")[0] in second.modules}
+    other = min((lost - flags) | (flags & after.keys()), default=None)
+    if other is not None:
+        raise RuntimeError(
+            f"smp: {first.makes} in the first forward, which changes "
+            f"{(before | after)[other]} '{other}' otherwise than the next one does, {instead}"
+        )
+
+
 def _first_failure(failed: Sequence[tuple]) -> tuple:
-    """Of what the ranks that traced failed with: not what followed from another's."""
+    """The first failure of the tracing ranks: not one that followed from another's."""
     follows = f".{PeerFailed.__name__}"
     return next((told for told in failed if not told[4].endswith(follows)), failed[0])
+
+
+def _traces(
+    rt: "Runtime",
+    models: Sequence["DistributedModel"],
+    run_traced: Callable[[torch.device | None], Any],
+) -> Sequence[tracing.Trace | None]:
+    """The models' traces; None for each with ``skip_tracing``."""
+    for one in models:
+        _refuse_compiled_modules(one._smp_module)
+        if rt.boot.size > 1:
+            _refuse_lazy_modules(one._smp_module)
+    if rt.cfg.skip_tracing:
+        return [None] * len(models)
+    if rt.in_sequence:
+        return _trace_together(rt, models, run_traced)
+    return _trace(rt, models, run_traced)
 
 
 def _decide(
     rt: "Runtime",
     models: Sequence["DistributedModel"],
-    run_traced: Callable[[torch.device | None], Any],
+    traces: Sequence[tracing.Trace | None],
 ) -> tuple[list[bytes], list[tuple], list[tuple], int, list[int]]:
-    """The partition of each model, its `Turns`, its `ForwardState`, the backward calls of a
-    step, and what each rank will have in its pool."""
-    for one in models:
-        _refuse_compiled_modules(one._smp_module)
-        if rt.boot.size > 1:
-            _refuse_lazy_modules(one._smp_module)
-    traces: Sequence[tracing.Trace | None] = [None] * len(models)
-    if not rt.cfg.skip_tracing:
-        if rt.in_sequence:
-            traces = _trace_together(rt, models, run_traced)
-        else:
-            traces = _trace(rt, models, run_traced)
+    """The partition, `Turns` and `ForwardState` of each model, and numbers for the ranks.  The
+    numbers are the backward calls of a step, and each rank's expected use of its pool.
+    """
     states = [_forward_state(m, trace) for m, trace in zip(models, traces, strict=True)]
     partitions = _partitions(rt, models, traces, states)
     for trace, partition in zip(traces, partitions, strict=True):
@@ -157,7 +231,7 @@ def _partitions(
     traces: Sequence[tracing.Trace | None],
     states: Sequence[ForwardState],
 ) -> list[Partition]:
-    """The models' partitions, in which what several of them have is in one place."""
+    """The models' partitions, with parts of several models in one place."""
     cfg = rt.cfg
     homes = shared.homes_of(rt.live_models())
     out = []
@@ -181,7 +255,7 @@ def _check_grad_flags(rt: "Runtime", trace: tracing.Trace, partition: Partition)
     """Changes of ``requires_grad`` travel with calls to other ranks; on one they are all's.
 
     Raises:
-        PartitionError: a parameter's would reach other microbatches, or not all ranks.
+        PartitionError: a parameter's change would reach other microbatches, or not all ranks.
     """
     alone = rt.active_microbatches == 1
     for name, flag in trace.grad_flags.items():
@@ -208,7 +282,7 @@ def _trace_together(
     models: Sequence["DistributedModel"],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
-    """The models' traces, whose modules may meet the DP_GROUP's other ranks in collectives."""
+    """The models' traces; their modules may meet the DP_GROUP's other ranks in collectives."""
     with step_end.together(ranks.get_dp_process_group()):
         try:
             return _trace(rt, models, run_traced)
@@ -224,8 +298,8 @@ def _trace(
 ) -> list[tracing.Trace]:
     """The models' traces, made on this rank's accelerator or on the CPU.
 
-    On the accelerator the whole models are, for the run; where they do not fit, it is the
-    CPU's, and where the CPU cannot run them, the accelerator's.
+    For the run, the whole models are on the accelerator.  Where they do not fit, the trace is
+    the CPU's; where the CPU cannot run them, the accelerator's.
     """
     placed = [m._smp_module for m in rt.live_models() if m.partitioned]
     with twins.as_in_one_process(placed):
@@ -238,7 +312,7 @@ def _trace_whole(
     placed: Sequence[nn.Module],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
-    """The traces of models that are on this rank as a whole, beside others that are."""
+    """The traces of models whole on this rank, beside other whole ones."""
     modules = [m._smp_module for m in models]
     meta = any(p.is_meta for module in modules for p in module.parameters())
 
@@ -276,10 +350,10 @@ def _trace_whole(
 
 
 def _check_collective(rt: "Runtime", where: str, members: list[int]) -> None:
-    """Those that trace must be able to meet in a collective that a module calls by itself.
+    """The tracing ranks must be able to meet in a collective called by a module itself.
 
     Raises:
-        tracing.CollectiveRefused: they cannot; ``where`` names the module.
+        tracing.CollectiveRefused: they cannot; the text names ``where``.
     """
     if len(members) == 1:
         return
@@ -310,7 +384,7 @@ def _traced_at(
 def _refuse_lazy_modules(root: nn.Module) -> None:
     """
     Raises:
-        RuntimeError: a parameter gets its shape in the first forward, in which each rank would
+        RuntimeError: a parameter gets its shape in the first forward; there each rank would
             draw values of its own.
     """
     for path, module in root.named_modules():
@@ -325,7 +399,7 @@ def _refuse_lazy_modules(root: nn.Module) -> None:
 
 
 def _refuse_compiled_modules(root: nn.Module) -> None:
-    """A ScriptModule runs in C++, which cannot be asked to call another rank.
+    """A ScriptModule runs in C++, without a way to call another rank.
 
     Raises:
         NotImplementedError: ``root`` is one, or has one.
@@ -348,7 +422,7 @@ def _forward_state(one: "DistributedModel", trace: tracing.Trace | None) -> Forw
         seen = trace.modules[path]
         if seen.set_attributes:
             attributes[path] = seen.set_attributes
-        # As turns_of() has it: BatchNorm's may stay as they are in a traced evaluation.
+        # As in turns_of(): BatchNorm's may stay as they are in a traced evaluation.
         tracked = seen.executions > 0 and hasattr(module, "track_running_stats")
         names = tuple(module._buffers) if tracked else seen.changed_buffers
         if names:
@@ -361,10 +435,10 @@ def _check_models(
     partitions: Sequence[Partition],
     turns: Sequence[Turns],
 ) -> None:
-    """Compare what this rank has and will apply with the other ranks.
+    """Compare this rank's models and decisions with the other ranks'.
 
     Raises:
-        PartitionMismatch: on every rank; names the first difference.
+        PartitionMismatch: on every rank; the text names the first difference.
     """
     mine = _description(models, partitions, turns)
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
@@ -391,7 +465,7 @@ def _description(
     partitions: Sequence[Partition],
     turns: Sequence[Turns],
 ) -> list[str]:
-    """A line for each thing that all ranks must have alike."""
+    """A line for each thing to be alike on all ranks."""
     lines = [f"{len(models)} models to partition, {len(partitions)} partitions"]
     for number, (one, partition, its) in enumerate(
         zip(models, partitions, turns, strict=False)

@@ -1,8 +1,8 @@
-"""What does not go along with a call of a module of another rank, and is said once.
+"""Warnings, each once, of things that do not go along with a call to another rank.
 
-A rank runs what it is asked for in threads of its own, and tensors cross as their values:
-modes of torch, values of context variables and what Python code hangs on a tensor stay
-behind.  Nobody can tell whether that matters, so it is a warning, not an error.
+A rank runs requests in threads of its own, and tensors cross as their values.  Modes of torch,
+values of context variables and attributes of tensors stay behind.  No code can tell whether
+this matters: hence a warning, not an error.
 """
 
 import warnings
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _device
 
-_CHECKPOINT = "torch.utils.checkpoint"  # whose hooks a remote call need not see
-# What torch itself notes on a tensor: nn.Buffer does.
+_CHECKPOINT = "torch.utils.checkpoint"  # a remote call need not see its hooks
+# Torch's own attributes of a tensor, as of nn.Buffer.
 _OF_TORCH = ("persistent",)
 
 _said: set[tuple[str, str]] = set()
@@ -32,7 +32,7 @@ def warn_of_modes(where: str, what: str = "module") -> None:
 
     Args:
         where: the module's path, or the step function's name.
-        what: which of the two.
+        what: "module" or "step function".
     """
     if not (_function_modes() or _dispatch_modes() or _saved_hooks(True)):
         return
@@ -53,7 +53,7 @@ def warn_of_modes(where: str, what: str = "module") -> None:
 
 
 def warn_of_variable(path: str, name: str) -> None:
-    """A context variable has a value from the step that does not travel."""
+    """A context variable has a value from the step, without a way along."""
     _say(
         f"variable {name}",
         "",
@@ -63,7 +63,7 @@ def warn_of_variable(path: str, name: str) -> None:
 
 
 def warn_of_tensor(path: str, tensor: Tensor) -> None:
-    """A tensor that crosses is of a subclass, or has attributes of its own."""
+    """A crossing tensor is of a subclass, or has attributes of its own."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         kind = type(tensor).__name__
         _say(
@@ -84,15 +84,15 @@ def warn_of_tensor(path: str, tensor: Tensor) -> None:
 
 
 def warn_of_attribute(path: str, name: str, text: str) -> None:
-    """An attribute is read that the module sets on its own rank."""
+    """Code reads an attribute set by the module on its own rank."""
     _say(f"attribute {name}", path, text)
 
 
 def warn_of_hook(path: str, returned: bool) -> None:
-    """A module has registered a hook on a tensor that it shares with its caller elsewhere.
+    """A module has registered a hook on a tensor shared with its caller elsewhere.
 
     Args:
-        returned: it returns the tensor; else it got it.
+        returned: the tensor is its result; else an argument.
     """
     if returned:
         _say(

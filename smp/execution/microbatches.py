@@ -16,7 +16,7 @@ class StepOutput:
 
     Args:
         outputs: one tensor per microbatch, in order.
-        weights: how many samples each microbatch has; None: all have as many.
+        weights: number of samples in each microbatch; None: all have as many.
 
     Attributes:
         outputs: list of tensors, one per microbatch, in order.
@@ -87,17 +87,17 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def is_named_tuple(value: Any) -> bool:
-    """Whether it is an instance of a class that ``namedtuple`` made."""
+    """Whether the value is an instance of a class of ``namedtuple``."""
     return isinstance(value, tuple) and hasattr(type(value), "_fields")
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether it is a list or tuple, of any subclass, that may hold tensors."""
+    """Whether the value is a list or tuple, of any subclass, that may hold tensors."""
     return isinstance(value, list | tuple) and not isinstance(value, torch.Size)
 
 
 def is_set(value: Any) -> bool:
-    """Whether it is a plain set."""
+    """Whether the value is a plain set."""
     return type(value) in (set, frozenset)
 
 
@@ -139,11 +139,11 @@ def short_name_of(function: Callable) -> str:
 
 
 class Samples(NamedTuple):
-    """How many samples a tensor among the arguments has.
+    """The number of samples of a tensor among the arguments.
 
     Attributes:
         argument: its name, and where in it.
-        shape, axis: of the tensor, and along which it is cut.
+        shape, axis: of the tensor, and of its cut.
     """
 
     argument: str
@@ -172,7 +172,7 @@ class Splitter:
 
     Args:
         function: the step function; its argument names matter.
-        non_split_inputs: names of arguments that every microbatch gets whole.
+        non_split_inputs: names of arguments given whole to every microbatch.
         input_split_axes: name -> axis to cut along, where it is not 0.
 
     Source: SageMaker Python SDK documentation, ``smp.step``.
@@ -202,7 +202,7 @@ class Splitter:
                 )
 
     def count(self, most: int, args: tuple, kwargs: dict) -> int:
-        """How many microbatches the arguments make: ``most``, or one for each sample.
+        """The arguments' number of microbatches: ``most``, or one for each sample.
 
         Raises:
             ValueError: a tensor has no samples, or fewer than ``most`` and than another has.
@@ -233,7 +233,7 @@ class Splitter:
         """The arguments of each microbatch, and each one's number of samples.
 
         Args:
-            microbatches: how many, as :meth:`count` has it, or fewer.
+            microbatches: their number, as in :meth:`count`, or fewer.
         """
         if microbatches == 1 and _are_tensors(args, kwargs):
             return [(args, kwargs)], [1.0]
@@ -276,7 +276,7 @@ def cut(value: Any, count: int, axis: int, name: str, samples: list[Samples]) ->
     """``count`` pieces of a value; tensors at any depth are cut, the rest is shared.
 
     Args:
-        samples: gets those of each tensor that is cut; with ``count`` 0 that is all.
+        samples: gets those of each cut tensor; with ``count`` 0 nothing else is done.
     """
     if isinstance(value, Tensor):
         return _cut_tensor(value, count, axis, name, samples)
@@ -383,7 +383,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 def map_calls(
     calls: list[tuple[tuple, dict]], function: Callable[[Tensor], Tensor]
 ) -> list[tuple[tuple, dict]]:
-    """The calls with ``function(tensor)`` for each tensor, once for what they share."""
+    """The calls with ``function(tensor)`` for each tensor, once for shared ones."""
     made: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:

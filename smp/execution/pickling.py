@@ -1,7 +1,7 @@
-"""Pickle for the types that the codec does not know, with the tensors taken out.
+"""Pickle for types unknown to the codec, with the tensors taken out.
 
-Tensors travel beside the pickle, so that they keep their gradient and their memory;
-modules travel as their path.
+Tensors travel beside the pickle, with their gradient and their memory; modules travel as their
+path.
 """
 
 import io
@@ -35,7 +35,7 @@ def dumps(value: Any) -> tuple[bytes, list[torch.Tensor | nn.Module]]:
 
 
 def loads(data: bytes, outside: list[Any]) -> Any:
-    """The value that :func:`dumps` pickled."""
+    """The value pickled by :func:`dumps`."""
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, number: int) -> Any:

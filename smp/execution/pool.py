@@ -1,8 +1,8 @@
-"""How much memory for messages each rank will need, from what tracing saw.
+"""Each rank's memory for messages, expected from the trace.
 
-What a call sends stays in the sender's pool as long as the receiver keeps it for its
-backward; so forward tensors count once for each microbatch under way.  Gradients are
-used up at once.
+The tensors sent with a call stay in the sender's pool as long as the receiver keeps them for
+its backward.  So forward tensors count once for each microbatch under way.  Gradients are used
+up at once.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from smp.partitioning.tracing import Trace
 def expected_bytes(
     root: nn.Module, rank_of: Mapping[str, int], trace: Trace, degree: int, active: int
 ) -> list[int]:
-    """The bytes that each rank has in its pool at most, by pp_rank.
+    """The most bytes in each rank's pool, by pp_rank.
 
     Args:
         rank_of: pp_rank of each module, by path.
@@ -24,8 +24,8 @@ def expected_bytes(
         active: microbatches under way at a time.
 
     Returns:
-        an estimate: a module that is called by others than its parent counts as called
-        by its parent, and what is in no tensor does not count.
+        an estimate: a module called by others than its parent counts as called
+        by its parent, and values other than tensors do not count.
     """
     kept, passing = [0] * degree, [0] * degree
     for path, module in root.named_modules():

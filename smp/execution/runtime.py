@@ -26,7 +26,7 @@ from smp.execution import (
 )
 from smp.execution.compiled_code import not_traced
 from smp.job import core_warnings, objects, transports
-from smp.modules import changes, hooks, late_modules, live_models
+from smp.modules import changes, hooks, late_hooks, late_modules, live_models
 from smp.ranks import CommGroup
 from smp.tensor_parallel import split_parameters
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_MS = 60_000
 SPIN_DECIDED_BY_CORE = -1
-_ERRORS_KEPT = 8  # of a step, with what their frames hold
+_ERRORS_KEPT = 8  # of a step, with their frames' objects
 FIRST_STEP = "the first step of a model"
 
 
 class Runtime:
-    """One rank's core and what Python keeps beside it.
+    """One rank's core and Python's records beside it.
 
     Args:
-        job: what ``smp.init`` made.
+        job: from ``smp.init``.
     """
 
     def __init__(self, job: "Job"):
@@ -57,43 +57,43 @@ class Runtime:
         self.alone = job.boot.size == 1
         self.pp_rank = self.pp_group.index(job.boot.rank)
         self.tp_size = len(job.groups["tp"])
-        # All replicas run the same in one order: for modules with collectives of their own.
+        # All replicas run alike in one order: for modules with collectives of their own.
         self.in_sequence = (
             job.cfg.deterministic_server and self.pp_size > 1 and len(job.groups["dp"]) > 1
         )
-        # The ranks that the core reaches, as it numbers them.
+        # The ranks within the core's reach, by its numbers.
         if self.in_sequence:
             self.core_group = job.placement.replicas(job.boot.rank)
         else:
             self.core_group = job.placement.pipelines(job.boot.rank)
-        # One rank decides about the partition, so that all replicas have the same.
+        # One rank decides about the partition, the same for all replicas.
         self._decider = next(
             r for r in range(job.boot.size) if job.placement.coordinates(r).pp == 0
         )
         self.has_new_model = False  # since the last step
-        self.after_partition: list[Callable[[], None]] = []  # loads that wait for it
-        # The exceptions that this rank described last, with their descriptions.
+        self.after_partition: list[Callable[[], None]] = []  # loads deferred until it
+        # This rank's last described exceptions, with their descriptions.
         self.local_errors: deque[tuple[tuple, BaseException]] = deque(maxlen=_ERRORS_KEPT)
         self.tracing = False
         self.in_step = False
         self.traced_backwards = 0  # model.backward calls while tracing
-        self.backwards = 1  # ... that a step function makes, as far as known
-        self.expected_in_pool = 0  # bytes of this rank's pool that the models need
-        self.trains = b""  # by entry: has parameters that require grad
-        self.grad_flags = b""  # by parameter, when trains was made
+        self.backwards = 1  # ... of a step function, as far as known
+        self.expected_in_pool = 0  # expected bytes in this rank's pool for the models
+        self.trains = b""  # by entry: has parameters with requires_grad
+        self.grad_flags = b""  # by parameter, at the making of trains
         self.grad_told = ""  # ... in words
         self.weights: list[float] = [1.0]  # samples by microbatch, of the step under way
         self.microbatch = 0  # under way, without pipeline parallelism
         self.backward_calls = 0  # model.backward calls in it so far
         self.saw_backward = False  # the step called backward
-        self.compared_steps = 0  # whose inputs were compared on the TP_GROUP's ranks
+        self.compared_steps = 0  # steps with a comparison of inputs on the TP_GROUP's ranks
         self.in_backward = False  # without a pipeline: model.backward runs, or has failed
         self.hooks_wait = False  # a model has hooks for its next step
-        self.parameters: list[nn.Parameter] = []  # local ones, as the ledger numbers them
-        self.gates = array("i")  # by gate: calls a microbatch, 0 where not known
+        self.parameters: list[nn.Parameter] = []  # local ones, by the ledger's numbers
+        self.gates = array("i")  # by gate: calls a microbatch, 0: unknown
         self.threads = torch.get_num_threads()
         self.place: accelerator.Place | None = None  # of the last step's caller
-        self.home: torch.device | None = None  # where models and inputs are moved to
+        self.home: torch.device | None = None  # the place of models and inputs
         self.staging = staging.Staging()
         self.core_is_open = False
         changes.forget()
@@ -107,8 +107,9 @@ class Runtime:
         return self.name_of(self.boot.rank)
 
     def name_of(self, rank: int) -> str:
-        """What messages call a rank of ``core_group``: its pp_rank, and where several
-        ranks of the job have that, the global rank."""
+        """The name of a rank of ``core_group`` in messages.  The name is its pp_rank, or the
+        global rank where several ranks of the job have one pp_rank.
+        """
         pipeline, pp_rank = divmod(self.core_group.index(rank), self.pp_size)
         place = f"pp_rank {pp_rank}"
         if self.boot.size == self.pp_size:
@@ -124,7 +125,7 @@ class Runtime:
 
     @property
     def active_microbatches(self) -> int:
-        """How many microbatches may be under way at a time."""
+        """The most microbatches under way at a time."""
         return min(self.cfg.active_microbatches, self.cfg.microbatches)
 
     @property
@@ -133,7 +134,7 @@ class Runtime:
         return self.decides or (self.in_sequence and self.pp_rank == 0)
 
     def share_decision(self, mine: bytes) -> tuple[bytes, list[bytes]]:
-        """The deciding rank's bytes, and those of all others that have some.
+        """The deciding rank's bytes, and those of all others with some.
 
         Collective over all ranks.
         """
@@ -142,7 +143,7 @@ class Runtime:
         return decision, [one for one in everyone if one]
 
     def _exchange(self, mine: bytes) -> list[bytes]:
-        """The bytes of each rank that the core reaches.  Collective over all ranks."""
+        """The bytes of each rank within the core's reach.  Collective over all ranks."""
         everyone = self.boot.allgather_bytes(mine)
         return [everyone[rank] for rank in self.core_group]
 
@@ -170,7 +171,7 @@ class Runtime:
         self.core_is_open = True
         try:
             _core.connect(self._exchange(card), CONNECT_TIMEOUT_MS)
-            self._exchange(b"")  # nobody sends before everybody listens
+            self._exchange(b"")  # a rank sends after all listen
         except BaseException:
             self.close()
             raise
@@ -237,7 +238,7 @@ class Runtime:
         return told
 
     def _memory(self) -> str:
-        """What this rank's memory holds, by kind."""
+        """The contents of this rank's memory, by kind."""
 
         def mib(tensors: Iterable[Tensor | None]) -> int:
             return sum(t.nbytes for t in tensors if t is not None) >> 20
@@ -253,10 +254,10 @@ class Runtime:
         )
 
     def seeds(self, tensors: tuple[Tensor, ...], given: Any, average: bool) -> list:
-        """The gradients that a backward starts with; None is a scalar's 1.
+        """The first gradients of a backward; None is a scalar's 1.
 
-        With averaging, microbatch i starts with its share n_i/N of the samples, so that
-        the gradients are those of the whole batch's mean.
+        With averaging, microbatch i starts with its share n_i/N of the samples: the gradients
+        are those of the whole batch's mean.
         """
         if given is None or isinstance(given, Tensor):
             given = [given] * len(tensors)
@@ -286,20 +287,20 @@ class Runtime:
         return last and self.backward_calls >= self.backwards
 
     def next_gate(self, calls: int) -> int:
-        """The number of a new gate that a microbatch passes ``calls`` times."""
+        """The number of a new gate, passed by a microbatch ``calls`` times."""
         self.gates.append(calls)
         return len(self.gates) - 1
 
     def add_model(self, model: "DistributedModel") -> None:
-        """Register a model, which is made on all ranks."""
+        """Register a model, made on all ranks."""
         live_models.add(model)
         self.has_new_model = True
 
     def forget_old_models(self) -> None:
-        """Before the first step after a model was made: those that it took the place of.
+        """Before the first step after a model was made: forget the models replaced by it.
 
-        What the script has let go may live in a cycle of references until the garbage is
-        collected, which each rank does at moments of its own; here all do.
+        A dropped model may live in a cycle of references until the garbage is collected, on
+        each rank at moments of its own.  Here all ranks collect.
         """
         if self.has_new_model and live_models.made() > 1:
             gc.collect()
@@ -307,7 +308,7 @@ class Runtime:
         self.has_new_model = False
 
     def live_models(self) -> list["DistributedModel"]:
-        """The models that still exist, in order of creation: alike on all ranks."""
+        """The models still in existence, in order of creation: alike on all ranks."""
         return live_models.living()
 
     def close(self) -> None:
@@ -316,7 +317,7 @@ class Runtime:
             self.core_is_open = False
             try:
                 self.staging.end()
-            finally:  # a device that failed must not keep the core's threads
+            finally:  # a failed device must not keep the core's threads
                 _core.close()
 
 
@@ -335,6 +336,7 @@ def stop() -> None:
     if current is not None:
         running, current = current, None
         late_modules.forget()
+        late_hooks.forget()
         live_models.forget()
         running.close()
 
@@ -343,7 +345,7 @@ def get(caller: str) -> Runtime:
     """The running system.
 
     Raises:
-        RuntimeError: before ``smp.init``; names what was called.
+        RuntimeError: before ``smp.init``; the text names the caller.
     """
     if current is None:
         raise RuntimeError(f"{caller} needs smp.init(): call it at the start of the script")

@@ -1,9 +1,9 @@
-"""Steps in which all replicas run the same in one order (``deterministic_server``).
+"""Steps of all replicas alike in one order (``deterministic_server``).
 
-The order is csrc/server/sequence.h's.  Here is what becomes of collectives that modules call
-by themselves, with torch.distributed.  Over ``smddp`` a task that waits for one lets others
-run, as for a collective of a distributed module, so that ranks which do not call the same hear
-of it.  Over other backends, and on devices, it holds its server's baton until it is over.
+The order is csrc/server/sequence.h's.  This file has the collectives called by modules
+themselves, with torch.distributed.  Over ``smddp`` a task that waits for one lets others run,
+as for a distributed module's.  So ranks with different calls hear of these.  Over other
+backends, and on devices, the task holds its server's baton until the collective is over.
 """
 
 from contextlib import suppress
@@ -31,20 +31,19 @@ def prepare() -> None:
 
 
 def _give_way(work: dist.Work) -> None:
-    """Wait for an operation that this task has begun."""
+    """Wait for an operation begun by this task."""
     order.Call.of_module(_CALLED).run(lambda is_async: work)
 
 
 def finish_failed_step() -> None:
-    """Have the ranks of the DP_GROUP end, in a step that failed, with as many collectives.
+    """Bring the ranks of the DP_GROUP, after a failed step, to one number of collectives.
 
-    A rank that has failed calls another operation at once: with it fails the collective in
-    which others may wait for this rank, with the baton.  They run the same, so none waits in a
-    later one.  Then all make up for what they have begun less.  Collective over the ranks that
-    failed the step.
+    A failed rank calls another operation at once: this fails the collective of ranks waiting
+    for it with the baton.  The ranks run alike, so none waits in a later one.  Then all make up
+    for their missing operations.  Collective over the ranks of the failed step.
 
     Raises:
-        RuntimeError: the group's backend cannot do that.
+        RuntimeError: the group's backend cannot do this.
     """
     if _core.counters()["lost"] >= 0:  # nothing goes on: the step's own error says why
         return
@@ -68,7 +67,7 @@ def finish_failed_step() -> None:
 
 
 def _process_groups() -> list[dist.ProcessGroup]:
-    """The groups over which modules of this rank call collectives."""
+    """The groups of this rank's modules' own collectives."""
     groups = [ranks.get_dp_process_group()]
     if ranks.rdp_size() > 1:
         groups.append(ranks.get_rdp_process_group())
@@ -78,12 +77,12 @@ def _process_groups() -> list[dist.ProcessGroup]:
 
 
 class _Group:
-    """A process group and how many operations this rank has begun in it."""
+    """A process group and the number of this rank's operations begun in it."""
 
     def __init__(self, group: Any):
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
-        # Tasks give way in operations of smddp, so that several may wait behind one another.
+        # Tasks give way in operations of smddp, so several may wait behind one another.
         self.begun: int = (
             group.issued()
             if isinstance(group, ProcessGroup)
@@ -100,7 +99,7 @@ class _Group:
         """Begin as many as the others; then all are over.
 
         Raises:
-            RuntimeError: the group's backend would leave those who have begun more waiting.
+            RuntimeError: the group's backend would leave ranks with more operations waiting.
         """
         if self.begun < most and not isinstance(self.group, ProcessGroup):
             raise RuntimeError(
@@ -111,5 +110,5 @@ class _Group:
         while self.begun < most:
             self.call_another()
         for work in self._works:
-            with suppress(Exception):  # two that differ have ended each other
+            with suppress(Exception):  # two different ones have ended each other
                 work.wait()

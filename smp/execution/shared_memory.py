@@ -1,7 +1,7 @@
-"""Arguments of one remote call that share memory with each other.
+"""Arguments of one remote call with common memory.
 
-They arrive as tensors of their own, so that the callee does not see in one what it changes
-in the other.  Where it has changed one, that is an error on the caller.
+They arrive as tensors of their own: in one the callee does not see its changes of the other.  A
+change of one by the callee is an error on the caller.
 """
 
 import math
@@ -15,16 +15,16 @@ from torch import Tensor
 def refuse_changed(
     path: str, args: tuple, kwargs: dict[str, Any] | None, changed: Tensor, sent: list[Tensor]
 ) -> None:
-    """Make sure that no other tensor of the call has an element that the callee changed.
+    """Make sure that no other tensor of the call shares an element changed by the callee.
 
     Args:
-        path: of the module that was called.
+        path: of the called module.
         args: of the call, as `kwargs` is.
-        changed: the caller's tensor that the callee has changed in place.
+        changed: the caller's tensor, changed in place by the callee.
         sent: all tensors of the call.
 
     Raises:
-        RuntimeError: one has; names both.
+        RuntimeError: one shares an element; the text names both.
     """
     for other in sent:
         if other is not changed and share_elements(changed, other):
@@ -67,7 +67,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _units(tensor: Tensor, first: int, unit: int) -> Tensor:
-    """What it takes of memory, as numbers of pieces of `unit` bytes from `first` on."""
+    """The tensor's memory, as numbers of pieces of `unit` bytes from `first` on."""
     at = torch.tensor([tensor.data_ptr() - first], device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         steps = torch.arange(size, device="cpu") * (stride * tensor.element_size())
@@ -77,7 +77,7 @@ def _units(tensor: Tensor, first: int, unit: int) -> Tensor:
 
 
 def _named(args: tuple, kwargs: dict[str, Any] | None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the arguments, with what a reader of the call names them."""
+    """The tensors in the arguments, with their names for a reader of the call."""
     for i, value in enumerate(args):
         yield from _inside(f"argument {i}", value)
     for name, value in (kwargs or {}).items():

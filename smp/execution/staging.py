@@ -1,12 +1,12 @@
 """Tensors of an accelerator on their way to another rank: through host memory.
 
-GPUs of one host do without, where they can: ``csrc/comm/device``, which leaves to this
-module only where a tensor ends up.
+GPUs of one host do without, where they can (``csrc/comm/device``); this module then only
+decides on a tensor's place.
 
-The codec (``csrc/python/values``) gives and takes host memory that both ranks can see; the
-device copies into it and out of it, in the order of its stream.
-Neither copy makes the thread wait: a message waits once, before it is sent, for all its
-tensors, and memory that is read goes back when the device has read it.
+The codec (``csrc/python/values``) gives and takes host memory in sight of both ranks.  The
+device copies into it and out of it, in the order of its stream.  Neither copy makes the thread
+wait: a message waits once for all its tensors, before it is sent, and read memory goes back
+after the device's read.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def unsendable(tensor: Tensor, error: object) -> str:
-    """What to say of a tensor that has no plain memory to send."""
+    """The error's words for a tensor without plain memory to send."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         what, instead = "a tensor inside a transform of torch.func", "call it outside of that"
     elif tensor.is_nested:
@@ -41,20 +41,21 @@ def unsendable(tensor: Tensor, error: object) -> str:
 
 
 class Staging:
-    """What is being copied between host memory and the devices of this rank.
+    """Copies under way between host memory and the devices of this rank.
 
-    Only the thread that holds the baton calls it, or the main thread between steps.
+    Only the thread with the baton calls it, or the main thread between steps.
     """
 
     def __init__(self) -> None:
-        self._writing: set[torch.device] = set()  # devices that write into host memory
+        self._writing: set[torch.device] = set()  # devices writing into host memory
         self._reading: deque[tuple[torch.Event, Tensor]] = deque()
         self._homes: list[torch.device] = []
 
     def live_with(self, tensors: Iterable[Tensor]) -> None:
-        """What arrives goes to the accelerator of this rank's parameters.
+        """Arriving tensors go to the accelerator of this rank's parameters.
 
-        To the current one where they are on several, it among them, or on none.
+        Where these are on several, with the current one among them, or on none, the tensors go
+        to the current one.
         """
         devices = dict.fromkeys(tensor.device for tensor in tensors)
         self._homes = [device for device in devices if device.type not in ("cpu", "meta")]
@@ -80,14 +81,14 @@ class Staging:
         self._writing.add(tensor.device)
 
     def wait(self) -> None:
-        """Wait until the devices have written what :meth:`out` began."""
+        """Wait for the devices' writes begun by :meth:`out`."""
         writing, self._writing = self._writing, set()
         for device in writing:
             torch.accelerator.current_stream(device).record_event().synchronize()
         self._let_go()
 
     def into(self, host: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """A new tensor on this rank's device; where there is none, in host memory.
+        """A new tensor on this rank's device; without one, in host memory.
 
         Args:
             host: shape ``[n]``: the elements as they shall lie in memory.
@@ -105,7 +106,7 @@ class Staging:
         return made.as_strided(shape, strides).data
 
     def placed(self, row: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """The tensor of elements that are on a device of this rank already.
+        """The tensor of elements already on a device of this rank.
 
         Args:
             row: shape ``[n]``: the elements as they shall lie in memory.
@@ -118,12 +119,12 @@ class Staging:
         return row.as_strided(shape, strides).data
 
     def _let_go(self) -> None:
-        """Give back the memory that the devices have read."""
+        """Give back the memory read by the devices."""
         while self._reading and self._reading[0][0].query():
             self._reading.popleft()
 
     def end(self) -> None:
-        """Wait for everything, and give back what is held."""
+        """Wait for everything, and give back all memory held."""
         self.wait()
         while self._reading:
             event, _ = self._reading.popleft()

@@ -31,7 +31,7 @@ from smp.execution.runtime import Runtime
 from smp.job import core_warnings, interrupts
 from smp.job.config import ConfigError
 from smp.job.objects import refuse_if_forked
-from smp.modules import changes, homes, hooks, microbatch_attributes
+from smp.modules import changes, homes, hooks, late_hooks, microbatch_attributes
 from smp.partitioning.restore import write_back
 from smp.tensor_parallel import group, order, random_streams, same_samples, step_end, unused
 
@@ -41,7 +41,7 @@ Plan = tuple[int, int, int, list[tuple[int, int]]]
 
 
 def is_tracing() -> bool:
-    """Whether the step function runs now to be traced, before the first real step."""
+    """Whether the step function runs now for tracing, before the first real step."""
     return runtime.current is not None and runtime.current.tracing
 
 
@@ -54,20 +54,20 @@ def step(
 ) -> Callable:
     """Decorate a training or evaluation step.
 
-    Every tensor in the arguments is cut along axis 0 into ``microbatches`` pieces, the
-    function runs once for each, and returned tensors become :class:`smp.StepOutput`.  A batch
-    with fewer samples than that has one in each piece, and as many pieces; the ranks of a
-    TP_GROUP as many as the one with the fewest.
+    Every tensor in the arguments is cut along axis 0 into ``microbatches`` pieces, the function
+    runs once for each, and returned tensors become :class:`smp.StepOutput`.  A batch with fewer
+    samples has one in each piece, and as many pieces.  The ranks of a TP_GROUP have as many as
+    the one with the fewest.
 
     Args:
         function: the step function; calls the model and ``model.backward(loss)``.
-        non_split_inputs: names of arguments that every microbatch gets whole.
+        non_split_inputs: names of arguments given whole to every microbatch.
         input_split_axes: name -> axis to cut along, where it is not 0.
         detach_outputs: return tensors without their graph.
 
     Raises:
-        ValueError: a batch has no samples, or one of its tensors has fewer than there are
-            microbatches and than another one.
+        ValueError: a batch has no samples, or one of its tensors has fewer than the
+            microbatches and than another tensor.
 
     Source: SageMaker Python SDK documentation, ``smp.step``.
     """
@@ -92,7 +92,7 @@ def step(
 
     if next(iter(splitter.signature.parameters), None) in ("self", "cls"):
         return run
-    # As an attribute of a class it takes what it is given, and not the instance before it.
+    # As an attribute of a class it takes its arguments alone, without the instance.
     return staticmethod(run)
 
 
@@ -223,7 +223,7 @@ class Step:
         self.count = count
 
     def _split_or_refuse(self) -> Exception | None:
-        """Cut the arguments on pp_rank 0; what is wrong with them is for every rank."""
+        """Cut the arguments on pp_rank 0; an error in them is for every rank."""
         if self.rt.pp_rank == 0:
             try:
                 self._split(self.splitter.count(self.count, *self.given))
@@ -236,7 +236,7 @@ class Step:
             self.calls = microbatches.map_calls(self.calls, homes.mover(self.rt.home))
 
     def _split_as_others(self, refused: Exception | None) -> Exception | None:
-        """Have no more microbatches than any rank whose modules this one meets in collectives.
+        """Have no more microbatches than any rank that meets this one's modules in collectives.
 
         Collective over these ranks, in the step.
         """
@@ -268,7 +268,7 @@ class Step:
         return refused
 
     def _refuse_other_samples(self, refused: Exception | None) -> Exception | None:
-        """Compare what ranks are fed that are said to be fed the same, in the first steps."""
+        """In the first steps, compare the inputs of ranks declared to have the same samples."""
         rt = self.rt
         if rt.pp_rank != 0 or rt.compared_steps == same_samples.COMPARED_STEPS:
             return refused
@@ -334,7 +334,7 @@ class Step:
 
     def _run_unpipelined(self, refused: Exception | None) -> Any:
         with step_end.of_tp_group():
-            random_streams.share()  # before anything that may fail on one tp_rank alone
+            random_streams.share()  # before any failure on one tp_rank alone
             refused = self._split_as_others(refused)
             if refused is not None:
                 raise refused
@@ -366,7 +366,7 @@ class Step:
         if on is not None:
             calls = microbatches.map_calls(calls, homes.mover(on))
         [(args, kwargs)] = calls
-        # Those of the modules inside are put back with all that tracing puts back.
+        # Those of the modules inside are put back with the other marks of tracing.
         modes = [(one, one.training) for one in self.rt.live_models()]
         self.rt.tracing = True
         self.rt.traced_backwards = 0
@@ -383,7 +383,7 @@ class Step:
         rt = self.rt
         models = [m for m in rt.live_models() if m.partitioned]
         before = self.before = StepState(models)
-        # Before anything that may fail on one tp_rank alone.
+        # Before any failure on one tp_rank alone.
         seed = random_streams.shared_seed(
             int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         )
@@ -417,6 +417,7 @@ class Step:
             rt.local_errors.clear()
             changes.finish()
             hooks.finish()
+            late_hooks.finish()
             went_well = _core.ended_well()
             microbatch_attributes.finish(went_well)
             _core.gradients_end(not went_well)
@@ -437,9 +438,9 @@ class Step:
         return microbatches.merge(list(outputs), list(weights))
 
     def _run_core(self, plan: Plan, seed: int) -> tuple[bool, Any]:
-        """Whether the step went well, and what pp_rank 0 gave all ranks at its end.
+        """Whether the step went well, and pp_rank 0's values for all ranks at its end.
 
-        What this rank's core finds, and Ctrl-C, is for every rank.
+        Errors of this rank's core, and Ctrl-C, are for every rank.
         """
         rt = self.rt
         try:
@@ -463,9 +464,9 @@ class Step:
                 _core.send_end(value)
             return ok, value
         except ConnectionError as error:
-            # That a rank died each finds by itself, and what it wanted of it; that one has
-            # left in order only those find that need it.
-            if "[SMP_ERR_PEER_LOST]" not in str(error):
+            # Each rank finds the death of another by itself, with its own need of it.  An
+            # orderly leave is found by the ranks in need alone.
+            if not (isinstance(error, _core.Error) and error.status == "SMP_ERR_PEER_LOST"):
                 _core.send_abort(failures.describe(error, None, 0, 0, rt.name))
             raise
         except BaseException as error:
@@ -480,7 +481,7 @@ class Step:
             order.finish_failed_step()
 
     def _raise_late_signal(self) -> None:
-        """Ctrl-C that came when this step was over elsewhere: it is for the next one."""
+        """Ctrl-C from after this step's end elsewhere: it is for the next one."""
         try:
             _core.raise_signal()
         except BaseException as error:
@@ -488,14 +489,14 @@ class Step:
             raise
 
     def _described(self) -> bytes:
-        """What all ranks must have alike in this step, for people to read."""
+        """The step's facts to be alike on all ranks, for people to read."""
         modes = {m.training for m in self.rt.live_models()}
         mode = "a part of the models" if len(modes) > 1 else "models"
         trains = "evaluation" if modes == {False} else "training"
         return f"{self.name}, {mode} in {trains} mode, {self.rt.grad_told}".encode()
 
     def _on_complete(self) -> Callable[[int], None] | None:
-        """What the ledger calls when a gradient is complete for this step."""
+        """The ledger's callback for each complete gradient of this step."""
         reduction = self.reduction
         if reduction is None or self.rt.in_sequence:  # modules may use the same group
             return None
@@ -506,7 +507,7 @@ class Step:
         """Kind, microbatches, active microbatches and turns of the schedule.
 
         Raises:
-            ValueError: a schedule that cannot be followed; or what was refused before.
+            ValueError: an impossible schedule; or an earlier refusal.
         """
         if refused is not None:
             raise refused
@@ -520,7 +521,7 @@ class Step:
         """Microbatches' gradients are added up in order, behind autograd's back.
 
         Raises:
-            NotImplementedError: a parameter has a hook that wants to see the sum.
+            NotImplementedError: a parameter has a hook in need of the sum.
         """
         ours = set(map(id, self.rt.parameters))  # have a hook of the core's
         for one in self.rt.live_models():
@@ -544,7 +545,7 @@ class Step:
         if rt.cfg.pipeline == "interleaved":
             return _INTERLEAVED, [], active
         turns = read_turns(rt.cfg.pipeline, self.count)
-        # A list is made for batches that have a sample for each microbatch.
+        # A list is made for batches with a sample for each microbatch.
         turns = [turn for turn in turns if not self.count <= turn[0] < rt.cfg.microbatches]
         if (most := most_in_flight(turns)) > active:
             raise ConfigError(
@@ -569,8 +570,8 @@ def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:
     """The user's schedule as (microbatch, phase) pairs with phase 0 or 1.
 
     Args:
-        pipeline: a list of pairs, or a callable that gets the number of microbatches and
-            returns or yields them; phase is ``"forward"`` or ``"backward"``, or 0 or 1.
+        pipeline: a list of pairs, or a callable from the number of microbatches to pairs,
+            returned or yielded.  A phase is ``"forward"`` or ``"backward"``, or 0 or 1.
 
     Raises:
         ValueError: a pair is malformed; the core refuses an impossible order.
@@ -592,7 +593,7 @@ def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:
 
 
 def most_in_flight(turns: list[tuple[int, int]]) -> int:
-    """How many microbatches are between their forward and their last backward at once."""
+    """The most microbatches between their forward and their last backward at once."""
     last = {microbatch: at for at, (microbatch, _) in enumerate(turns)}
     begun: set[int] = set()
     most = 0
@@ -605,7 +606,7 @@ def most_in_flight(turns: list[tuple[int, int]]) -> int:
 
 
 class StepState:
-    """What a step that fails puts back: changed buffers and random numbers."""
+    """State put back after a failed step: changed buffers and random numbers."""
 
     def __init__(self, models: Sequence[model.DistributedModel]):
         self.random = accelerator.RandomState()

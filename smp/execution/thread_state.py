@@ -1,4 +1,4 @@
-"""What PyTorch keeps by thread and a request must carry: see design.md, section 3.
+"""State kept by PyTorch for each thread, carried by requests: see design.md, section 3.
 
 Grad mode travels in the envelope; the rest is rare and travels as a value.
 """
@@ -30,7 +30,7 @@ _copy_context = contextvars.copy_context
 
 
 def capture() -> tuple | None:
-    """The thread's state where it differs from a fresh worker's; None where it does not.
+    """The thread's state where it differs from a fresh worker's; else None.
 
     Returns:
         ``(inference mode, ((device, dtype, cache), ...), default device or None)``
@@ -53,11 +53,12 @@ def capture() -> tuple | None:
 
 
 def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | None:
-    """What a remote call carries: :func:`capture`, the context variables, what the caller has
-    changed on modules of other ranks, and the chain of collectives.
+    """The state carried by a remote call, and the function for its result.  The state is that
+    of :func:`capture`, the context variables, the caller's changes of modules of other ranks,
+    and the chain of collectives.
 
     Args:
-        path: of the module that is called.
+        path: of the called module.
 
     Returns:
         the state for :func:`serve_with_state`, and what to call with that one's result, for
@@ -85,7 +86,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | N
 
 
 def capture_for_backward() -> tuple | None:
-    """What a remote backward carries, for :func:`serve_with_state`.
+    """The state carried by a remote backward, for :func:`serve_with_state`.
 
     Autograd runs a graph in the modes of the thread that began the backward.
     """
@@ -99,7 +100,8 @@ def serve_with_state(
     """Call the function as its caller would on another rank.
 
     Returns:
-        what it returns; as a part of a chain of collectives, with the token of its collectives.
+        the function's result; as a part of a chain of collectives, with the token of its
+            collectives.
     """
     state, collected, made, link = carried
     if link:
@@ -116,7 +118,7 @@ def serve_with_state(
     if collected:
         models = [model._smp_module for model in live_models.living()]
         tokens = context_variables.set_collected(collected, models)
-        if isinstance(function, nn.Module):  # it may have hooks now, which are the caller's
+        if isinstance(function, nn.Module):  # it may have hooks now, of the caller's
             function, args = hooks.serve_hooked, (function, args, kwargs, False, False)
             kwargs = None
     try:
@@ -133,7 +135,7 @@ def with_state(state: tuple, function: Callable, args: tuple, kwargs: dict | Non
     with ExitStack() as stack:
         if inference:
             grad = torch.is_grad_enabled()
-            stack.enter_context(torch.inference_mode())  # which turns grad mode off
+            stack.enter_context(torch.inference_mode())  # turns grad mode off
             stack.enter_context(torch.set_grad_enabled(grad))
         for device, dtype, cache in autocast:
             stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cache))

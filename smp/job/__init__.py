@@ -1,1 +1,1 @@
-"""The ranks of a job: how they start, who is who, what they tell each other, how they end."""
+"""The ranks of a job: their start, their places, their messages, and the job's end."""

@@ -1,7 +1,7 @@
 """Where ranks reach each other: addresses and network interfaces of this host.
 
-Loopback where all ranks share a network namespace; else what ``comm_interface`` names, or
-what the host's name stands for.
+Loopback where all ranks share a network namespace; else the interface named by
+``comm_interface``, or the address of the host's name.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ SIOCGIFADDR = 0x8915
 
 
 def interface(boot: Bootstrap, comm_interface: str | None) -> str | None:
-    """The network interface towards the other ranks; None: it is not known.  Collective."""
+    """The network interface towards the other ranks; None: unknown.  Collective."""
     if boot.has_one_network:
         return _name_of_interface("127.")
     cards = boot.allgather_bytes(f"{boot.network} {address(boot, comm_interface)}".encode())
@@ -33,7 +33,7 @@ def interface(boot: Bootstrap, comm_interface: str | None) -> str | None:
 
 
 def _name_of_interface(address: str) -> str | None:
-    """The interface whose address begins so."""
+    """The interface with an address that begins so."""
     return next((name for name, at in _interfaces().items() if at.startswith(address)), None)
 
 
@@ -41,7 +41,7 @@ def address(boot: Bootstrap, comm_interface: str | None) -> str:
     """Where the other ranks reach this one.
 
     Raises:
-        ConfigError: ``comm_interface`` names nothing of this host.
+        ConfigError: ``comm_interface`` names no interface or address of this host.
     """
     if boot.has_one_network:
         return "127.0.0.1"
@@ -51,7 +51,7 @@ def address(boot: Bootstrap, comm_interface: str | None) -> str:
 
 
 def _chosen(comm_interface: str) -> tuple[str, str]:
-    """Name and address of the interface that ``comm_interface`` names, IPv4 if it has one."""
+    """Name and address of the interface named by ``comm_interface``, IPv4 if there is one."""
     check_interface(comm_interface)
     found = [text.split() for text in _core.addresses(comm_interface)]
     name, network = min(found, key=lambda each: ":" in each[1])
@@ -59,7 +59,7 @@ def _chosen(comm_interface: str) -> tuple[str, str]:
 
 
 def _own_address() -> str:
-    """What the host's name stands for; the first other interface where that is loopback."""
+    """The address of the host's name; where that is loopback, the first other interface's."""
     try:
         named = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -70,7 +70,7 @@ def _own_address() -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one."""
+    """The IPv4 address of each network interface with one."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():

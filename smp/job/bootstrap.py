@@ -1,12 +1,12 @@
 """How the ranks of a job find each other, before anything else connects them.
 
-A bootstrap knows who this rank is and can gather a few bytes from every rank.  Which
-one is used follows from how the script was started:
+A bootstrap knows this rank and can gather a few bytes from every rank.  The script's start
+decides between the kinds of bootstrap:
 
 - by ``mpirun`` or another MPI launcher: MPI, through mpi4py;
 - by torchrun, or with ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR`` set (``MASTER_PORT`` is
-  29500 then, unless it is set too), or in a process that already has a torch.distributed
-  group: torch's store;
+  29500 then, unless it is set too), or in a process with a torch.distributed group: torch's
+  store;
 - by hand: one rank, no communication.
 """
 
@@ -29,11 +29,12 @@ import torch.distributed as dist
 
 from smp import _core
 
-# How launchers say how many ranks there are.
+# Launchers give the number of ranks in these.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-# How a launcher shows itself without saying that; srun's number of tasks goes with it.
+# Launchers without a number of ranks show themselves in these; srun's number of tasks goes with
+# them.
 MPI_MARKS = ("PMIX_RANK", "PMI_RANK")
-# What says how ranks that no MPI launcher started find each other.
+# Ranks started by no MPI launcher find each other through these.
 STORE_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 # torch's own where a launcher lets it choose.
 DEFAULT_PORT = "29500"
@@ -42,23 +43,23 @@ DEFAULT_PORT = "29500"
 SHARED_FOLDER = Path("/dev/shm")
 TOKEN_TAG = 1  # of messages on OverMPI's communicator
 
-# Before what a rank has made, or why it could not.
+# The first byte of a rank's data, or of its error.
 MADE, FAILED = b"+", b"-"
 
-# Between two looks at a store, or at what MPI does.
+# Between two looks at a store, or at an MPI request.
 SHORTEST_PAUSE_S = 1e-4
-READ_S = 10.0  # for reading what all have said
+READ_S = 10.0  # for reading every rank's key
 LONGEST_PAUSE_S = 0.01
 
-# For what the interpreter and MPI do at the end of a process that knows of a rank's death.
+# For the interpreter's and MPI's work at the end of a process after another rank's death.
 END_AFTER_DEATH_S = 5.0
-CORE_HEARS_S = 2.0  # of a death that another library has told already
+CORE_HEARS_S = 2.0  # of a death reported by another library
 
 SIZE_BYTES = 8  # of a number of bytes, gathered first
 
 
 class Bootstrap(ABC):
-    """Who this rank is; and gathering bytes.  Methods are collective over all ranks."""
+    """This rank's place, and the gathering of bytes.  Methods are collective over all ranks."""
 
     rank: int
     size: int
@@ -75,11 +76,11 @@ class Bootstrap(ABC):
         """Every rank's bytes, by rank; they may differ in length."""
 
     def gather_made(self, make: Callable[[], bytes]) -> list[bytes]:
-        """What each rank makes, by rank; nobody waits for a rank that cannot.
+        """The bytes made by each rank, by rank; no rank waits for one that cannot make its own.
 
         Raises:
-            RuntimeError: ``make`` raised on another rank, which is named.  On that one, what
-                it raised.
+            RuntimeError: ``make`` raised on another rank; the text names the rank.  The rank at
+                fault raises the error of ``make``.
         """
         failure = None
         try:
@@ -99,7 +100,7 @@ class Bootstrap(ABC):
         self.allgather_bytes(b"")
 
     def _find_hosts(self) -> None:
-        """Number the hosts: each is a set of ranks that see each other's socket files."""
+        """Number the hosts: each is a set of ranks with a view of each other's socket files."""
         with socket_file() as path:
             paths = self.allgather_bytes(path.encode())
             first = next(
@@ -108,7 +109,7 @@ class Bootstrap(ABC):
                 if rank == self.rank or os.access(other, os.W_OK)
             )
             self.network = f"{first}/{network_namespace()}"  # numbers are those of one kernel
-            # Nobody removes its file before all have looked.
+            # A rank removes its file after all have looked.
             networks = [card.decode() for card in self.allgather_bytes(self.network.encode())]
         first_of_host = [int(card.split("/")[0]) for card in networks]
         names = list(dict.fromkeys(first_of_host))
@@ -120,7 +121,7 @@ class Bootstrap(ABC):
 
 
 class Alone(Bootstrap):
-    """One rank that was started by hand."""
+    """One rank, started by hand."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.names = 0, 1, [0]
@@ -133,7 +134,7 @@ class Alone(Bootstrap):
 class OverMPI(Bootstrap):
     """Ranks of an MPI job.  MPI stays initialised until the process ends.
 
-    What waits for other ranks here looks again and again, so that Ctrl-C ends it.
+    Waits here are repeated looks, so Ctrl-C ends them.
     """
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ class OverMPI(Bootstrap):
         return [bytes(everyone[a:b]) for a, b in itertools.pairwise(ends)]
 
     def _wait(self, request: Any, *buffers: Any) -> None:
-        """Until it is done; the buffers are MPI's until then, whatever ends the wait."""
+        """Wait for the request's end; the buffers are MPI's until then, in any case."""
         pause_s = SHORTEST_PAUSE_S
         try:
             while not request.Test():
@@ -193,13 +194,13 @@ class OverMPI(Bootstrap):
 
 
 def _name_of_life(name: str, store: dist.Store, size: int) -> str:
-    """Another one each time that these ranks meet over a store: torchrun's outlives groups."""
+    """A new name for each meeting of these ranks over a store: torchrun's outlives groups."""
     life = (store.add(f"{name} have come", 1) - 1) // size
     return f"{name} {life}"
 
 
 class OverStore(Bootstrap):
-    """Ranks that share a torch store: torchrun's, or that of a group that is there.
+    """Ranks with one torch store: torchrun's, or that of a group of the script's.
 
     Args:
         name: of the keys; None: these are all ranks of the job.
@@ -232,18 +233,19 @@ class OverStore(Bootstrap):
         self.store.set(keys[self.rank], data)  # type: ignore[arg-type]
         self._wait(keys)
         values = [self.store.get(key) for key in keys]
-        # The store may be in rank 0's process, which may now fail and end.
+        # The store may be in rank 0's process, free to fail and end from here on.
         self.store.set(f"{call}/read/{self.rank}", b"")  # type: ignore[arg-type]
         if self.rank == 0:
-            with suppress(dist.DistStoreError):  # of a rank that has died meanwhile
+            with suppress(dist.DistStoreError):  # of a rank killed meanwhile
                 self._wait([f"{call}/read/{rank}" for rank in range(self.size)], READ_S)
         return values
 
     def _wait(self, keys: list[str], most_s: float = math.inf) -> None:
-        """Until every rank's key is there; unlike the store's own wait, Ctrl-C ends it.
+        """Wait for every rank's key; Ctrl-C ends this wait, unlike the store's own.
 
         Raises:
-            torch.distributed.DistStoreError: the store's time is over; names who is missing.
+            torch.distributed.DistStoreError: the store's time is over; the text names the
+                missing ranks.
         """
         limit_s = min(self.store.timeout.total_seconds(), most_s)  # type: ignore[attr-defined]
         deadline = time.monotonic() + limit_s
@@ -265,7 +267,7 @@ class OverStore(Bootstrap):
 
 
 def connect() -> Bootstrap:
-    """The bootstrap that fits how this process was started.  Collective.
+    """The bootstrap for this process, by its start.  Collective.
 
     Raises:
         RuntimeError: an MPI launcher without mpi4py; MPI and torch.distributed disagree.
@@ -292,7 +294,7 @@ def connect() -> Bootstrap:
 
 
 def meeting_url() -> str:
-    """Where torch's store is, as the environment says; nothing is written to that."""
+    """The address of torch's store, from the environment; no variable is written."""
     if "MASTER_PORT" in os.environ:
         return "env://"
     rank, size, host = (os.environ[name] for name in STORE_NAMES)
@@ -306,7 +308,7 @@ def over_mpi() -> OverMPI:
 
 
 def running_mpi() -> OverMPI | None:
-    """The job's MPI, if it runs and any thread may call it; it is not started for this."""
+    """The job's MPI, if MPI runs and any thread may call it; MPI is not started for this."""
     mpi = over_mpi() if over_mpi.cache_info().currsize else None
     return mpi if mpi is not None and mpi.is_for_any_thread else None
 
@@ -315,7 +317,7 @@ _misses_a_rank = False
 
 
 def miss_a_rank() -> None:
-    """torch has told this process that another rank is gone; maybe it has died."""
+    """torch has reported another rank as gone, perhaps dead."""
     global _misses_a_rank
     _misses_a_rank = True
 
@@ -323,8 +325,8 @@ def miss_a_rank() -> None:
 def look_for_the_dead() -> None:
     """At the end of the process: have the core hear of a death before its comms are closed.
 
-    torch's connection to a rank that was killed may break a moment before the core's.  A rank
-    that has left has not died, and MPI's clean-up does not wait for it in vain.
+    torch's connection to a killed rank may break a moment before the core's.  A rank that has
+    left has not died: MPI's clean-up may wait for that rank.
     """
     until = time.monotonic() + CORE_HEARS_S
     while (
@@ -339,20 +341,20 @@ def look_for_the_dead() -> None:
 def _end_without_the_dead() -> None:
     """After a rank's death this process ends in time, be it by SIGALRM.
 
-    MPI's clean-up, the last thing that the interpreter does, waits for all ranks; where the
-    launcher lets the others live, Open MPI 5.0.11 may wait for the dead one for ever.
+    MPI's clean-up, the interpreter's last act, waits for all ranks.  Where the launcher lets
+    the others live, Open MPI 5.0.11 may wait for the dead one for ever.
     """
     if over_mpi.cache_info().currsize and _core.someone_died():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, END_AFTER_DEATH_S)
 
 
-# Early: what the script registers runs before, and takes its time.
+# Early: handlers registered by the script run before, and take their time.
 atexit.register(_end_without_the_dead)
 
 
 def mpi_size() -> int:
-    """Number of ranks that an MPI launcher started: 1 without one, 0 if it did not say."""
+    """Number of ranks started by an MPI launcher: 1 without one, 0 if none was given."""
     for name in MPI_SIZES:
         if name in os.environ:
             return int(os.environ[name])
@@ -373,10 +375,11 @@ def has_mpi4py() -> bool:
 
 @contextmanager
 def socket_file() -> Iterator[str]:
-    """The path of a file that the ranks of this host, and no others, see until the end.
+    """The path of a file seen by the ranks of this host, and no others, until the end.
 
-    Where none can be made there, nobody sees it.  A process that is killed leaves it; the
-    next job of this user removes it, since nobody listens (``csrc/comm/transport/shm/meet.c``).
+    No rank sees the file of a process that could not make one.  A killed process leaves its
+    file; the next job of this user removes it, since no process listens
+    (``csrc/comm/transport/shm/meet.c``).
     """
     path = SHARED_FOLDER / f"smp-{secrets.token_hex(16)}.sock"
     early = path.with_suffix(".new")
@@ -395,13 +398,13 @@ def socket_file() -> Iterator[str]:
 
 
 def _remove(path: Path) -> None:
-    """Where the folder cannot be written, there is nothing to remove."""
+    """A folder closed to writing has no file of this rank."""
     with suppress(OSError):
         path.unlink()
 
 
 def network_namespace() -> int:
-    """Its number on this host; 0 where the kernel does not say."""
+    """The namespace's number on this host; 0 where the kernel gives none."""
     try:
         return Path("/proc/self/ns/net").stat().st_ino
     except OSError:

@@ -1,4 +1,4 @@
-"""``smp.comm_report()``: who this rank talks to, by which transport, and how much."""
+"""``smp.comm_report()``: this rank's peers, and the transport and number of bytes to each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another rank of the PP_GROUP, and what this rank has sent to it since ``smp.init``."""
+    """Another rank of the PP_GROUP, and the messages sent to that rank since ``smp.init``."""
 
     rank: int  # global
     pp_rank: int
@@ -26,30 +26,29 @@ class Peer:
 
 @dataclass(frozen=True)
 class CommReport:
-    """What one rank has sent; ``print`` it.
+    """The messages sent by one rank; ``print`` shows them.
 
-    The peers and pools are the module server's, unless they are called ``group_``: those
-    are of groups of the backend ``smddp``, whose ranks are connected by themselves.
+    The peers and pools are the module server's; those called ``group_`` are of groups of the
+    backend ``smddp``, with connections of their own.
 
-    The pool is the shared memory that this rank's large tensors travel in.  A fallback is
-    one that did not fit, and went by a slower way.  The device pool is the same in the
-    memory of this rank's GPU, for GPUs of one host; a fallback there went through host
-    memory.
+    The pool is the shared memory for this rank's large tensors.  A fallback is a tensor that
+    did not fit, and went by a slower way.  The device pool is the same in the memory of this
+    rank's GPU, for GPUs of one host; a fallback there went through host memory.
     """
 
     rank: int  # global
     peers: tuple[Peer, ...]
     pool_bytes: int  # at most
     pool_high: int  # bytes in use, the most so far
-    pool_blocks: int  # tensors that travelled in it
+    pool_blocks: int  # tensors sent in the pool
     pool_fallbacks: int
-    device_pool_bytes: int = 0  # 0: there is none (yet)
+    device_pool_bytes: int = 0  # 0: none (yet)
     device_pool_high: int = 0
     device_pool_tensors: int = 0
     device_pool_fallbacks: int = 0
-    device_pool_why: str = ""  # why there is none, in the driver's words
-    groups: tuple["GroupUse", ...] = ()  # of the backend smddp that this rank is in
-    group_peers: tuple["PeerUse", ...] = ()  # sends, and what goes between hosts
+    device_pool_why: str = ""  # the reason for having none, in the driver's words
+    groups: tuple["GroupUse", ...] = ()  # groups of the backend smddp with this rank
+    group_peers: tuple["PeerUse", ...] = ()  # sends, and messages between hosts
     group_pools: tuple["PoolUse", ...] = ()  # one, but for groups beside another backend
 
     def __str__(self) -> str:
@@ -116,7 +115,7 @@ class CommReport:
 
 
 def comm_report() -> CommReport:
-    """Who this rank talks to, how, and how much.  Not collective.
+    """This rank's peers, and the transport and number of bytes to each.  Not collective.
 
     Raises:
         RuntimeError: before ``smp.init``, and without a group of the backend ``smddp``.

@@ -1,7 +1,7 @@
-"""The configuration: what may be set, from where it comes, and what is allowed.
+"""The configuration: its parameters, their sources, and their allowed values.
 
-Each parameter is one field of `Config`, with its check beside it.  Values come, key by
-key, from the first of these that has the key:
+Each parameter is one field of `Config`, with its check beside it.  Values come, key by key,
+from the first of these with the key:
 
 1. ``SMP_CONFIG``: JSON text, or the path of a .json, .toml or .yaml file;
 2. ``SMP_COMM_TRANSPORTS``, ``SMP_COMM_INTERFACE``, ``SMP_COMM_POOL_BYTES``,
@@ -30,21 +30,21 @@ from smp import _core
 TRANSPORTS = (*_core.transports, "mpi")
 PIPELINES = ("interleaved", "simple", "zero_bubble")
 ONLY_FORWARD = "_only_forward"  # of the original: steps without a backward
-REST = -1  # a degree that follows from the number of ranks
-_RESTS = ("pipeline_parallel_degree", "tensor_parallel_degree")  # one of which may be so
+REST = -1  # a degree left to the number of ranks
+_RESTS = ("pipeline_parallel_degree", "tensor_parallel_degree")  # one of these may be `REST`
 PLACEMENTS = ("cluster", "spread", *map("".join, itertools.permutations("DPT")))
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be: the text names key, value and what is allowed."""
+    """A wrong configuration: the text names the key, its value and the allowed values."""
 
 
 class _Wrong(Exception):
-    """Raised by a check; the text says what is allowed."""
+    """Raised by a check; the text names the allowed values."""
 
 
 def whole(default: int | None, *, at_least: int = 0, scientific: bool = False) -> Any:
-    """An int; with ``scientific`` also ``5e8``, the float that JSON makes of it."""
+    """An int; with ``scientific`` also ``5e8``, a float in JSON."""
 
     def check(value: Any) -> int:
         if scientific and isinstance(value, float) and value.is_integer():
@@ -57,7 +57,7 @@ def whole(default: int | None, *, at_least: int = 0, scientific: bool = False) -
 
 
 def degree_or_rest(default: int) -> Any:
-    """An int, or `REST`: what the other degrees leave of the ranks."""
+    """An int, or `REST`: the quotient of the ranks by the other degrees."""
 
     def check(value: Any) -> int:
         if type(value) is not int or value < 1 and value != REST:
@@ -79,7 +79,7 @@ def flag(default: bool = False) -> Any:
 
 
 def number(default: float | None, low: float, high: float = float("inf")) -> Any:
-    """A float, or an int that stands for one, in [low, high]."""
+    """A float, or an int in place of one, in [low, high]."""
 
     def check(value: Any) -> float:
         if type(value) not in (int, float) or not low <= value <= high:
@@ -153,7 +153,7 @@ def text(default: None) -> Any:
 
 
 def no_effect(default: Any = None) -> Any:
-    """What the original accepts and this project has no use for: any value."""
+    """A parameter of the original without a use in this project: any value."""
     return _parameter(default, lambda value: value, effect=False)
 
 
@@ -241,7 +241,7 @@ class Config:
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 ALIASES = {"partitions": "pipeline_parallel_degree", "_prescaled_batch": "prescaled_batch"}
 
-# What is not built yet: (parameter, asks for it, what it would do).
+# Parameters not built yet: (parameter, asks for it, its effect).
 _NOT_BUILT: list[tuple[str, Callable[[Any], bool], str]] = [
     ("sharded_data_parallel_degree", lambda v: v > 1, "sharded data parallelism"),
     ("shard_optimizer_state", bool, "sharding of the optimizer state"),
@@ -253,8 +253,8 @@ _NOT_BUILT: list[tuple[str, Callable[[Any], bool], str]] = [
     ("pipeline", lambda v: v == "zero_bubble", "the zero-bubble schedule"),
 ]
 
-# Rules between parameters: (broken, message).  `c` is the Config with its defaults
-# filled in, `given` the names that were set, `size` the number of ranks.
+# Rules between parameters: (broken, message).  `c` is the Config with its defaults filled in,
+# `given` the names set, `size` the number of ranks.
 _Rule = tuple[Callable[[Config, frozenset[str], int], bool], str]
 _RULES: list[_Rule] = [
     (
@@ -305,12 +305,12 @@ def load(given: Mapping[str, Any] | None, size: int) -> Config:
     """The configuration of a job of ``size`` ranks.
 
     Args:
-        given: what the script passes to ``smp.init``.
+        given: the script's argument of ``smp.init``.
         size: number of ranks of the job.
 
     Raises:
-        ConfigError: naming the key, its value and what is allowed.
-        NotImplementedError: naming the parameter that asks for what is not built.
+        ConfigError: the text names the key, its value and the allowed values.
+        NotImplementedError: the text names a parameter not built yet.
     """
     values: dict[str, Any] = {}
     for source, mapping in reversed(_sources(given)):
@@ -328,12 +328,12 @@ def load(given: Mapping[str, Any] | None, size: int) -> Config:
 
 
 def comm_environment() -> dict[str, Any]:
-    """What ``SMP_COMM_*`` set, checked, by parameter name."""
+    """The values of ``SMP_COMM_*``, checked, by parameter name."""
     return _checked("the environment", _comm_environment())
 
 
 def _sources(given: Mapping[str, Any] | None) -> list[tuple[str, Mapping[str, Any]]]:
-    """Where values come from, the strongest first."""
+    """The sources of values, the strongest first."""
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"smp.init takes a dict of parameters, got {given!r}")
     return [
@@ -463,7 +463,7 @@ def _unknown(source: str, key: Any, value: Any) -> str:
 
 
 def _fill(values: dict[str, Any], size: int) -> Config:
-    """What depends on other parameters, and on the number of ranks."""
+    """Fill in the parameters left to others, and to the number of ranks."""
     config = _with_the_rest(Config(**values), size)
     computed: dict[str, Any] = {}
     if config.active_microbatches is None:
@@ -480,7 +480,7 @@ def _fill(values: dict[str, Any], size: int) -> Config:
 
 
 def _with_the_rest(config: Config, size: int) -> Config:
-    """With the degree that is `REST`, if one is, as what the others leave of the ranks."""
+    """With `REST` replaced by the quotient of the ranks by the other degrees."""
     unknown = [name for name in _RESTS if getattr(config, name) == REST]
     if not unknown:
         return config
@@ -505,5 +505,5 @@ def _warn_without_effect(values: Mapping[str, Any]) -> None:
 
 
 def forget_warnings() -> None:
-    """Let each warning that is given once be given again."""
+    """Let each warning given once be given again."""
     _warned.clear()

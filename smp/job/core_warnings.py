@@ -1,7 +1,7 @@
-"""What the core has to warn the script of, raised as warnings of Python's.
+"""Warnings of the core, raised as Python's.
 
-The core's threads and functions cannot: what they have to say waits (``smp_warn()`` in
-``csrc/common/log.h``) until the script's thread comes by.
+The core's threads and functions cannot raise: their texts wait (``smp_warn()`` in
+``csrc/common/log.h``) for the script's thread.
 """
 
 import warnings
@@ -10,6 +10,6 @@ from smp import _core
 
 
 def pass_on() -> None:
-    """Warn of what waits, if anything does.  Once for each."""
+    """Raise the waiting warnings, each once."""
     while (text := _core.take_warning()) is not None:
         warnings.warn(f"smp: {text}", stacklevel=2)

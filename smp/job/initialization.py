@@ -1,8 +1,8 @@
 """Start and end of the job on this rank: ``smp.init``, ``smp.shutdown``.
 
-``init`` finds the other ranks, agrees with them on the configuration, forms the groups,
-starts the core and has exceptions that nobody catches end the job.  ``shutdown`` undoes
-that in reverse and never waits for another rank.
+``init`` finds the other ranks, agrees with them on the configuration, forms the groups and
+starts the core.  From then on an uncaught exception ends the job.  ``shutdown`` undoes these
+steps in reverse and never waits for another rank.
 """
 
 import atexit
@@ -32,9 +32,9 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         config: parameters by name; the environment may override them (`smp.job.config`).
 
     Raises:
-        ConfigError: a configuration that cannot be, or that differs between ranks; then
-            on every rank.
-        NotImplementedError: a parameter asks for what is not built.
+        ConfigError: a wrong configuration, or one that differs between ranks; then on every
+            rank.
+        NotImplementedError: a parameter is not built yet.
         RuntimeError: the ranks cannot be connected.
     """
     if state.is_initialized:
@@ -94,14 +94,13 @@ def shutdown() -> None:
 
 
 def reset() -> None:
-    """For tests: shut down, and forget which warnings were given."""
+    """For tests: shut down, and forget the warnings given."""
     shutdown()
     config.forget_warnings()
 
 
-# Of an init that failed: if nobody catches its exception, that ends the job, which MPI
-# would else hold up until all ranks are at their ends.  And of what all ranks find wrong in
-# the configuration, one tells.
+# Watches of failed calls of init: an uncaught exception ends the job.  MPI would else hold up
+# the end until all ranks reach theirs.  A configuration refused on all ranks is shown by one.
 _failed_watches: list[Watch] = []
 
 
@@ -131,9 +130,9 @@ def _warn_of_another(given: Mapping[str, Any] | None) -> None:
 
 
 def _agreed(boot: Bootstrap, given: Mapping[str, Any] | None) -> Config:
-    """The configuration, after making sure that every rank has the same.
+    """The configuration, after a check for the same one on every rank.
 
-    A rank whose configuration is refused tells the others, which would wait for it.
+    A rank with a refused configuration tells the others: else these would wait.
     """
     error: ValueError | NotImplementedError | None = None
     try:

@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM during a step.
 
-The main thread sleeps while the workers run a step.  Python's own signal handler only
-leaves a mark, so it is asked to write to a descriptor of the core as well, which wakes
-that sleep whichever thread the signal came to.
+The main thread sleeps while the workers run a step.  Python's own signal handler only leaves a
+mark, so it also writes to a descriptor of the core.  The write wakes that sleep, whichever
+thread took the signal.
 """
 
 import signal

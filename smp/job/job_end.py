@@ -1,9 +1,9 @@
-"""An exception that nobody catches ends the whole job.
+"""An uncaught exception ends the whole job.
 
-Without this, the other ranks would wait for the one that is gone: MPI's own clean-up at
-exit waits for them, and they wait for its messages.  The first rank of a host to fail
-prints its traceback; what then fails because of it (a connection that closed) prints
-one line.
+Without this, the other ranks would wait for the failed one: MPI's own clean-up at exit waits
+for them, and they wait for messages of the failed rank.  The first rank of a host to fail
+prints its traceback; a failure that follows from the first (a closed connection) prints one
+line.
 """
 
 import fcntl
@@ -26,16 +26,16 @@ from smp.job.config import ConfigError
 # may wait for the thread.  Other threads are the script's own affair.
 COLLECTIVE = ("smp", "torch.distributed", "mpi4py")
 CLAIM, TELLING = range(2)  # bytes of the first failure's file, each with a lock of its own
-TELLING_S = 10.0  # the most that an exception hook of the script's may hold up the end
+TELLING_S = 10.0  # the most for an exception hook of the script's to hold up the end
 POLL_S = 0.01
-EXIT_INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+EXIT_INTERRUPTED = 130  # a shell's code for a program ended by Ctrl-C
 
 
 class FirstFailure:
-    """A flag that the ranks of a host share: who failed first.
+    """A flag shared by the ranks of a host: the first rank to fail.
 
-    It is a file without a name (memfd) that the host's first rank makes and the others
-    open through /proc, so nothing is left behind however the job ends.
+    The file has no name (memfd): the host's first rank makes it and the others open it through
+    /proc.  So the job leaves no file behind.
     """
 
     def __init__(self, boot: Bootstrap) -> None:
@@ -52,12 +52,12 @@ class FirstFailure:
         boot.barrier()  # the first rank's file stays open until all have it
 
     def claim(self, rank: int, what: str) -> tuple[int, bool]:
-        """The rank that failed first: this one, when nobody claimed before.
+        """The rank that failed first: this one, where no rank claimed before.
 
-        That one holds up the others in `wait_until_told` until it calls `told`, or ends.
+        The first rank holds up the others in `wait_until_told` until it calls `told`, or ends.
 
         Returns:
-            that rank, and whether it failed by the same thing.
+            the first rank, and whether its failure has the same text.
         """
         if self._fd is None:
             return rank, True
@@ -79,7 +79,7 @@ class FirstFailure:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, TELLING)
 
     def wait_until_told(self) -> None:
-        """Until the rank that failed first has shown why, or for TELLING_S."""
+        """Wait for the first rank to show its failure, or for TELLING_S."""
         until = time.monotonic() + TELLING_S
         while self._fd is not None and time.monotonic() < until:
             with suppress(OSError):  # it is held
@@ -95,16 +95,16 @@ class FirstFailure:
 
 
 def _file_of(which: int | str) -> str:
-    """By which a file is known on this machine."""
+    """The file's identity on this machine."""
     found = os.stat(which)
     return f"{found.st_dev} {found.st_ino}"
 
 
 def _open_of(path: str, file: str) -> int | None:
-    """Open the other rank's file; None: it is not there, and every rank counts as first.
+    """Open the other rank's file; None: without one, every rank counts as first.
 
-    It may belong to another user; or the number of the process means another one here, in
-    another pid namespace, whose files are left alone.
+    The file may belong to another user.  Or the process number is another process's here, in
+    another pid namespace, and that process's files are left alone.
     """
     try:
         if _file_of(path) == file:
@@ -175,8 +175,8 @@ class Watch:
         brief: str = "",
     ) -> None:
         rank, size = self.boot.rank, self.boot.size
-        # torch's hook, around this one since init_process_group, collects what is said and
-        # would say it later.
+        # torch's hook, around this one since init_process_group, collects the output and would
+        # show it later.
         is_collected = isinstance(sys.stderr, io.StringIO)
         try:
             with redirect_stderr(sys.__stderr__) if is_collected else nullcontext():
@@ -202,7 +202,7 @@ class Watch:
 
 
 def _brief(error: BaseException, trace: TracebackType | None) -> str:
-    """What says enough without a traceback: the line, and where the script was; or nothing."""
+    """A line and its place in the script, where these need no traceback; else nothing."""
     if not isinstance(error, ConfigError | KeyboardInterrupt):
         return ""
     at = ""
@@ -227,13 +227,13 @@ def end_all_ranks(boot: Bootstrap, code: int) -> None:
 
 
 def took_part(trace: TracebackType | None) -> bool:
-    """Whether the exception passed through code that other ranks take part in."""
+    """Whether the exception passed through code with other ranks in it."""
     modules = [frame.f_globals.get("__name__") or "" for frame, _ in traceback.walk_tb(trace)]
     return any(f"{module}.".startswith(f"{name}.") for module in modules for name in COLLECTIVE)
 
 
 def is_interactive() -> bool:
-    """A prompt or a notebook: there an exception is an answer, not an end."""
+    """A prompt or a notebook: an exception there is an answer, not an end."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
 
 

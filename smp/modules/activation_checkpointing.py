@@ -1,8 +1,8 @@
 """``smp.set_activation_checkpointing``: forward again in backward instead of keeping.
 
-A module that is checkpointed gets a class of its own, like its own but for ``forward``,
-which runs under ``torch.utils.checkpoint`` on the rank that owns the module.  Calls that it
-makes to modules of other ranks are checkpointed with it.
+A checkpointed module gets a class of its own, like its own but for ``forward``.  The new one
+runs under ``torch.utils.checkpoint`` on the module's rank.  Its calls to modules of other ranks
+are checkpointed with it.
 """
 
 import functools
@@ -32,11 +32,11 @@ def set_activation_checkpointing(
         module: any module; of an ``nn.Sequential`` or ``nn.ModuleList`` the children, by
             ``strategy``.
         preserve_rng_state: draw the same random numbers again.
-        pack_args_as_tuple: a Sequential that is called with several arguments passes
-            them to its first child as one tuple.
-        strategy: ``"each"`` child by itself, ``"contiguous"``: those of one rank that
-            follow each other together, ``"group_N"``: N that follow each other together;
-            the latter two for a Sequential.
+        pack_args_as_tuple: a Sequential called with several arguments passes them to its first
+            child as one tuple.
+        strategy: ``"each"`` child by itself, ``"contiguous"``: consecutive ones of one rank
+            together, ``"group_N"``: N consecutive ones together; the latter two for a
+            Sequential.
 
     Raises:
         TypeError, ValueError: not a module, or another strategy.
@@ -68,7 +68,7 @@ def lift(root: nn.Module) -> dict[nn.Module, tuple]:
     """Have a model's modules not be checkpointed for now.
 
     Returns:
-        those that were, with the arguments of `set_activation_checkpointing`.
+        the checkpointed ones, with the arguments of `set_activation_checkpointing`.
     """
     out = {}
     for module in root.modules():
@@ -80,7 +80,7 @@ def lift(root: nn.Module) -> dict[nn.Module, tuple]:
 
 
 def group_size(strategy: str) -> int | None:
-    """How many children of a Sequential go together; None: those of one rank.
+    """The number of a Sequential's children that go together; None: those of one rank.
 
     Raises:
         ValueError: no such strategy.
@@ -96,9 +96,9 @@ def group_size(strategy: str) -> int | None:
 
 
 def checkpointed(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like ``cls`` whose forward is checkpointed.
+    """The methods of a class like ``cls`` with a checkpointed forward.
 
-    So are copies; a pickle holds a module as it was before.
+    Copies are checkpointed, too; a pickle holds a module as it was before.
     """
 
     @functools.wraps(cls.forward)
@@ -132,7 +132,7 @@ def checkpointed(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def run(function: Callable, preserve: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call it, keeping only its inputs for backward."""
+    """Call the function, keeping only its inputs for backward."""
     tracing = runtime.current is not None and runtime.current.tracing
     if tracing or not torch.is_grad_enabled():
         return function(*args, **kwargs)

@@ -1,11 +1,11 @@
-"""What code in a step changes on modules of other ranks: flags, attributes, ``requires_grad``.
+"""Changes by code in a step on modules of other ranks: flags, attributes, ``requires_grad``.
 
-The change is made here at once, on what stands for the module, and travels with every
-later call and backward of the same microbatch, to whichever rank: for as long as the request
-runs, that rank has it, too.  Other microbatches are under way meanwhile, and see it when the
-step function has returned.  At the end of the step all ranks get what the step function
-changed; what a module's forward changed goes on with its rank's calls.  Between steps every
-rank runs the script, and makes the change itself.
+The change is made here at once, on the module's stand-in.  It travels with every later call and
+backward of the same microbatch, to any rank: while the request runs, that rank has the change,
+too.  Other microbatches are under way meanwhile, and see it when the step function has
+returned.  At the end of the step all ranks get the step function's changes; a change by a
+module's forward goes on with its rank's calls.  Between steps every rank runs the script, and
+makes the change itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,8 +19,8 @@ from smp import _core
 from smp.modules import live_models, microbatch_attributes
 from smp.partitioning.contents import can_change
 
-# A module or parameter, the attribute's name, the value.  The codec sends the first as its
-# number, which is the same on all ranks.
+# A module or parameter, the attribute's name, the value.  The codec sends the first by its
+# number, alike on all ranks.
 Change = tuple[nn.Module | nn.Parameter, str, Any]
 
 REQUIRES_GRAD = "requires_grad"
@@ -30,13 +30,13 @@ Changes = dict[tuple[int, str], Change]  # by id of the object, and name
 
 _made: dict[int, Changes] = {}  # by microbatch under way
 _kept: Changes = {}  # of microbatches, and by modules in steps, that are over
-_names: set[tuple[int, str]] = set()  # what _made has, or had in this step
+_names: set[tuple[int, str]] = set()  # keys of _made, now or earlier in this step
 _touched: set[tuple[int, int, str]] = set()  # microbatch and key: set in this step
 _sent: set[tuple[int, int, str]] = set()  # ... and can change, and gone with a call since
 
 
 def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -> None:
-    """An attribute of something of another rank was set, by the code of a task."""
+    """Code of a task set an attribute of another rank's module or parameter."""
     key = (id(target), name)
     at = _core.current()
     if at is None:
@@ -51,9 +51,9 @@ def note(target: nn.Module | nn.Parameter, name: str, value: Any, before: Any) -
 
 
 def noted(target: nn.Module | nn.Parameter, name: str) -> bool:
-    """Whether the task that asks has set the attribute, or a microbatch that is over.
+    """Whether the current task, or a microbatch that is over, has set the attribute.
 
-    Not what the module may have changed in place since, on its own rank.
+    Later changes in place by the module, on its own rank, do not count.
     """
     at = _core.current() if _touched or _kept else None
     if at is None:
@@ -65,7 +65,7 @@ def noted(target: nn.Module | nn.Parameter, name: str) -> bool:
 
 
 def travelling() -> tuple[Change, ...]:
-    """What goes with a call of the task that asks."""
+    """The changes that go with a call of the current task."""
     at = _core.current() if _made or _kept else None
     if at is None:
         return ()
@@ -93,7 +93,7 @@ def forget() -> None:
 
 
 def forget_others(models: Iterable[nn.Module]) -> None:
-    """Of what is in none of the models: other ranks have it no more."""
+    """Forget changes of modules in none of the models: other ranks have them no more."""
     if not _kept:
         return
     theirs = {id(m) for model in models for m in model.modules()}
@@ -112,14 +112,14 @@ def finish() -> None:
 
 
 def told() -> tuple[Change, ...]:
-    """What all ranks are to know with the end of the step; ``finish`` comes before."""
+    """The changes for all ranks with the end of the step; ``finish`` comes before."""
     changes = tuple(_kept.values())
     _kept.clear()
     return changes
 
 
 def make(changes: Iterable[Change]) -> None:
-    """Make changes that have arrived; those on a third rank's modules travel on."""
+    """Make arrived changes; those on a third rank's modules travel on."""
     for target, name, value in changes:
         if getattr(target, name, _ABSENT) is not value:
             setattr(target, name, value)
@@ -127,7 +127,7 @@ def make(changes: Iterable[Change]) -> None:
 
 @contextmanager
 def made(changes: Iterable[Change]) -> Iterator[None]:
-    """Changes that a request brought, until it is done."""
+    """A request's changes, until its end."""
     before = [_before(target, name) for target, name, _ in changes]
     for (target, name, value), old in zip(changes, before, strict=True):
         if old is not value:
@@ -156,10 +156,10 @@ def _bring(target: nn.Module | nn.Parameter, name: str, value: Any) -> None:
 
 
 def check_frozen(changes: Iterable[Change], called: object) -> None:
-    """Refuse what would lose gradients without a word.
+    """Refuse a call that would lose gradients without a word.
 
-    Autograd drops the gradient of a parameter that does not require grad at the time.  While
-    a call waits for another rank, backwards of other microbatches run here.
+    Autograd drops the gradient of a parameter without requires_grad at the time.  While a call
+    waits for another rank, backwards of other microbatches run here.
 
     Raises:
         RuntimeError: a change of ``requires_grad`` came with a call that may wait.
@@ -184,7 +184,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def watched(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like ``cls`` whose instances another rank has."""
+    """The methods of a class like ``cls``, for instances on another rank."""
 
     def __setattr__(self, name, value):
         if isinstance(value, nn.Module | nn.Parameter) and _core.current() is not None:
@@ -216,7 +216,7 @@ def watched(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def _described(module: nn.Module, name: str, kind: str) -> str:
-    """Something of another rank's module, and that rank."""
+    """A part of another rank's module, and that rank."""
     path, owner = live_models.home_of(module) or (type(module).__name__, "another one")
     whole = f"{path}.{name}".lstrip(".")
     return f"{kind} '{whole}', of a module on pp_rank {owner},"

@@ -1,7 +1,7 @@
 """``model.to(...)``, ``half()``, ``cpu()`` and the like after the partition.
 
-Each rank converts what it has, and notes the new dtype and device of what others have: all
-ranks see a model of the same dtypes.
+Each rank converts its own tensors, and notes the new dtype and device of the others': all ranks
+see a model of the same dtypes.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from smp.tensor_parallel import kept_marks
 def convert(
     module: nn.Module, function: Callable[[Tensor], Tensor], local: set[nn.Module]
 ) -> None:
-    """What ``module._apply(function)`` does on the plain module.
+    """The effect of ``module._apply(function)`` on the plain module.
 
     Args:
-        local: the modules that are on this rank.
+        local: the modules on this rank.
     """
     if all(inside in local for inside in module.modules()):
         module._apply(function)  # its class may have an idea of its own
@@ -35,8 +35,9 @@ def convert(
 def convert_elsewhere(
     module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """``module._apply`` of a module that another rank runs; also of one in a wrapped module
-    that the script converts without its `DistributedModel`."""
+    """``module._apply`` of a module on another rank.  The script may convert such a module, in
+    a wrapped one, without its `DistributedModel`.
+    """
     if recurse:
         for child in module.children():
             child._apply(function)
@@ -59,13 +60,13 @@ def _convert_own(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Non
             else:
                 converted = function(buffer)
             if isinstance(buffer, remote_tensors.RemoteBuffer):
-                give_data(buffer, converted)  # it goes to its owner by what it is
+                give_data(buffer, converted)  # it goes to its owner as it is now
             else:
                 module._buffers[name] = converted
 
 
 def give_data(tensor: Tensor, data: Tensor) -> None:
-    """Give a parameter or buffer the data, on whatever device; it stays the same object."""
+    """Give a parameter or buffer the data, on any device; it stays the same object."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
         return
@@ -77,6 +78,6 @@ def give_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def _converted_kind(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """An empty tensor of the dtype and on the device that the conversion gives."""
+    """An empty tensor of the conversion's dtype, on its device."""
     device = "cpu" if tensor.is_meta else tensor.device
     return function(torch.empty([0] * tensor.dim(), dtype=tensor.dtype, device=device))

@@ -1,4 +1,4 @@
-"""Noticing the modules that are created while a context is open.
+"""Hearing of modules created while a context is open.
 
 Copies and unpickled modules count as created.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-_lock = threading.Lock()  # guards what follows, and the two methods of nn.Module
+_lock = threading.Lock()  # guards the two below, and the two methods of nn.Module
 _listeners: Counter[Callable[[nn.Module], None]] = Counter()  # open contexts, in all threads
 _plain_methods: dict[str, Any] = {}
 _noticing_methods: dict[str, Any] = {}
@@ -20,10 +20,10 @@ _noticing_methods: dict[str, Any] = {}
 
 @contextlib.contextmanager
 def noticed(listener: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call a listener with each module that is created meanwhile, in any thread.
+    """Call a listener with each module created meanwhile, in any thread.
 
     Args:
-        listener: called once for a module, however many contexts have it.
+        listener: called once for a module, for any number of contexts.
     """
     with _lock:
         if not _listeners:
@@ -54,7 +54,7 @@ def _noticing(method: Any) -> Any:
 
 
 def _patch() -> None:
-    # __init__ makes a module, __setstate__ is what copies and pickles go through.
+    # __init__ makes a module; copies and pickles go through __setstate__.
     for name in ("__init__", "__setstate__"):
         _plain_methods[name] = getattr(nn.Module, name)
         _noticing_methods[name] = _noticing(_plain_methods[name])
@@ -63,6 +63,6 @@ def _patch() -> None:
 
 def _restore() -> None:
     for name, noticing in _noticing_methods.items():
-        # Whoever patched it since keeps theirs; ours does nothing any more.
+        # A script that patched it since keeps its own; ours does nothing any more.
         if getattr(nn.Module, name) is noticing:
             setattr(nn.Module, name, _plain_methods[name])

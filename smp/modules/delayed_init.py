@@ -1,13 +1,12 @@
 """``smp.delay_param_initialization``: a model larger than one rank's memory.
 
-Inside the context, tensors are made on the meta device, without memory, and what is done
-to them is recorded: a *tape* of operators, each with the storages that it reads and
-writes.  At the partition every rank runs, in order, the part of the tape that its own
-parameters and buffers depend on.
+Inside the context, tensors are made on the meta device, without memory, and their operators are
+recorded.  The *tape* has the operators, each with the storages read and written.  At the
+partition every rank runs, in order, the tape's part for its own parameters and buffers.
 
-Values equal undelayed construction, bit for bit: an operator that draws random numbers
-draws them at once, into a scratch tensor that is dropped, so that the generator moves on
-as it would have; its state before is kept and set again when the operator is replayed.
+Values equal undelayed construction, bit for bit.  An operator with random numbers draws them at
+once, into a scratch tensor, and so moves the generator on.  The generator's state of before is
+kept, and set again for the operator's replay.
 """
 
 import contextlib
@@ -35,15 +34,15 @@ from smp import _core
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     """Modules created inside get their values when the model is partitioned.
 
-    Each rank then makes those of its own parameters alone, one tensor at a time, with
-    the values that they would have had without this context.  What is not under a
-    ``DistributedModel`` stays without values.
+    Each rank then makes those of its own parameters alone, one tensor at a time.  The values
+    are those of a construction without this context.  Tensors outside a ``DistributedModel``
+    stay without values.
 
     Args:
         enabled: False: the context does nothing.
 
     Raises:
-        RuntimeError: an operator cannot be recorded; names it and the module.
+        RuntimeError: an operator cannot be recorded; the text names it and the module.
 
     Source: SageMaker Python SDK documentation, ``smp.delay_param_initialization``.
     """
@@ -59,7 +58,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 
 class _Ref(NamedTuple):
-    """A tensor by what it shows of a recorded storage."""
+    """A tensor by its view of a recorded storage."""
 
     storage: int
     offset: int
@@ -85,7 +84,7 @@ class _Op(NamedTuple):
 class _Scratch:
     """Memory to draw into: one mapping, of the largest tensor's size so far.
 
-    Tensors from the heap would leave holes there, in which small things settle.
+    Tensors from the heap would leave holes there, filled by small objects.
     """
 
     def __init__(self) -> None:
@@ -112,14 +111,14 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.scratch = _Scratch()
         self.tape: list[_Op] = []
-        self.writers: list[list[int]] = []  # by storage: which operators of the tape
+        self.writers: list[list[int]] = []  # by storage: its operators in the tape
         self.numbers: dict[int, int] = {}  # by the address of a meta storage
-        self.storages: list[torch.UntypedStorage] = []  # kept, so that addresses stay theirs
+        self.storages: list[torch.UntypedStorage] = []  # kept, with their addresses
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # here tensors say where they are
+        with torch._C.DisableTorchFunction():  # here tensors give their true device
             return self._dispatch(func, args, dict(kwargs or {}))
 
     def _dispatch(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -139,7 +138,7 @@ class Recorder(TorchDispatchMode):
             meta_kwargs["device"] = torch.device("meta")
         try:
             out = func(*tree_map(_on_meta, args), **meta_kwargs)
-        except (NotImplementedError, RuntimeError) as error:  # it needs the data
+        except (NotImplementedError, RuntimeError) as error:  # the operator needs the data
             if written:
                 raise RuntimeError(
                     f"smp.delay_param_initialization: {func} in {_module_in_construction()} "
@@ -151,7 +150,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it shows a recorded storage."""
+        """Whether the tensor shows a recorded storage."""
         return tensor.is_meta and tensor.untyped_storage()._cdata in self.numbers
 
     def ref(self, tensor: Tensor) -> _Ref:
@@ -180,7 +179,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(t, Tensor) and not self.knows(t)
         }
         if func._overloadpacket is torch.ops.aten.set_ or not (made or written):
-            return  # a view: refs show storages, however they were reached
+            return  # a view: refs show storages, by any way to them
         inputs = tree_map(self._to_ref, (args, kwargs))
         generator = state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -199,12 +198,12 @@ class Recorder(TorchDispatchMode):
     def call(
         self, function: Callable[..., Tensor], given: tuple[Tensor, ...], shown: Tensor
     ) -> Tensor:
-        """Record a call of a function that is none of torch's operators.
+        """Record a call of a function other than torch's operators.
 
         Args:
             function: of tensors with their values.
             given: some of them recorded.
-            shown: a meta tensor of the result's shape, strides and dtype, that nobody knows.
+            shown: a meta tensor of the result's shape, strides and dtype, used nowhere else.
         """
         self._number(shown)
         ref = self.ref(shown)
@@ -249,8 +248,8 @@ class Recorder(TorchDispatchMode):
         """Move the generator on: run the operator on scratch memory.
 
         Args:
-            written: what it changes.
-            made: what it returns.
+            written: changed by the operator.
+            made: returned by the operator.
         """
         read = [r.storage for r in _refs_in(inputs) if r not in written]
         values = self.replay(read)
@@ -276,7 +275,7 @@ class Recorder(TorchDispatchMode):
             into(*args, **given, out=scratch(made[0]))
 
     def _run_with_values(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run an operator that needs the data of recorded tensors now."""
+        """Run an operator in need of recorded tensors' data now."""
         inputs = tree_map(self._to_ref, (args, kwargs))
         values = self.replay([r.storage for r in _refs_in(inputs)])
         args, kwargs = _map_refs(
@@ -287,11 +286,11 @@ class Recorder(TorchDispatchMode):
     def replay(self, wanted: Iterable[int]) -> dict[int, torch.UntypedStorage]:
         """The recorded storages with these numbers, with their values so far.
 
-        Only what they depend on is run, and kept only as long as it is used.
+        Only the operators behind them are run; results are kept only while in use.
         """
         keep = set(wanted)
         needed: set[int] = set()
-        latest_first: list[int] = []  # operators that write what is needed, as a heap of -place
+        latest_first: list[int] = []  # writers of needed storages, a heap of -place
 
         def need(storages: Iterable[int], before: int) -> None:
             for storage in set(storages) - needed:
@@ -302,11 +301,11 @@ class Recorder(TorchDispatchMode):
 
         need(keep, len(self.tape))
         ops: list[_Op] = []
-        last: dict[int, int] = {}  # by storage: how many operators from the end use it last
+        last: dict[int, int] = {}  # by storage: its last use, in operators from the end
         while latest_first:
             place = -heapq.heappop(latest_first)
             while latest_first and latest_first[0] == -place:
-                heapq.heappop(latest_first)  # it writes several
+                heapq.heappop(latest_first)  # the operator writes several
             op = self.tape[place]
             for storage in op.reads | op.writes:
                 last.setdefault(storage, len(ops))
@@ -339,9 +338,9 @@ class Recorder(TorchDispatchMode):
 
 
 class _OnHost(TorchFunctionMode):
-    """Recorded tensors say that they are in host memory.
+    """Have recorded tensors give host memory as their device.
 
-    Functions of torch.nn.init and models leave out what is to be done to meta tensors.
+    Functions of torch.nn.init and models skip work on meta tensors.
     """
 
     def __init__(self, recorder: Recorder):
@@ -385,7 +384,7 @@ _OF_THE_RESULT = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 
 def _with_out(func: Any) -> Any:
-    """The overload of an operator that writes its one result into a given tensor, or None."""
+    """The overload of an operator with its one result written into a given tensor, or None."""
     overload = func._schema.overload_name
     name = f"{overload}_out" if overload else "out"
     found = getattr(func._overloadpacket, name, None)
@@ -398,7 +397,7 @@ def _generator(kwargs: dict, args: tuple) -> torch.Generator:
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
-    """The arguments that an operator changes."""
+    """The arguments changed by an operator."""
     out = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -430,7 +429,7 @@ def _show(storage: torch.UntypedStorage, ref: _Ref) -> Tensor:
 
 
 def _module_in_construction() -> str:
-    """The class of the innermost module whose method is running."""
+    """The class of the innermost module with a running method."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -451,8 +450,8 @@ def _is_recording() -> bool:
 def _convert_later() -> None:
     """Have ``model.half()``, ``model.to(...)`` and alike wait for delayed values, too.
 
-    Behind the context nothing else sees them.  Buffers and dtypes on the way are as without
-    delay, which a look at the model's parameters at the partition could not tell.
+    Behind the context no other code sees them.  Buffers and dtypes on the way are as without
+    delay, unseen by a look at the model's parameters at the partition.
     """
     plain = nn.Module._apply
 
@@ -475,11 +474,11 @@ def is_delayed(tensor: Tensor) -> bool:
 
 
 def applied(function: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    """``function(*given)``; where values are delayed, of the values, when these are made.
+    """``function(*given)``; where values are delayed, of the values, once made.
 
     Args:
         function: called with meta tensors now, and with values at the partition, for one
-            parameter after the other, on the ranks that own it.  Returns a tensor of its own.
+            parameter after the other, on their ranks.  Returns a tensor of its own.
     """
     if not any(map(is_delayed, given)):
         return function(*given)
@@ -496,14 +495,14 @@ def value_of(tensor: Tensor) -> Tensor:
         return _show(_recorder.replay({ref.storage})[ref.storage], ref)
 
 
-_CONVERTS = "_smp_converts"  # of a function that `_converting` has returned
+_CONVERTS = "_smp_converts"  # of a function from `_converting`
 
 
 def _converting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """For ``module._apply``: the function, of delayed tensors at the partition.
 
     Args:
-        function: as ``model.to(...)`` has it, to another dtype or device.
+        function: from ``model.to(...)``, to another dtype or device.
     """
     if hasattr(function, _CONVERTS):
         return function  # of the module around
@@ -542,10 +541,10 @@ def materialize(
         for key, tensor in holder.items()
         if isinstance(tensor, Tensor) and is_delayed(tensor)
     ]
-    made: dict[int, torch.UntypedStorage] = {}  # what several show is made once
+    made: dict[int, torch.UntypedStorage] = {}  # a storage shown by several is made once
 
     def value(tensor: Tensor) -> Tensor:
-        # One at a time: what they are made of may not fit together.
+        # One at a time: their sources may not fit together.
         ref = _recorder.ref(tensor)
         if ref.storage not in made:
             made.update(_recorder.replay({ref.storage}))
@@ -574,6 +573,6 @@ def _without_memory(parameter: Tensor) -> Tensor:
 def _put_into(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a meta parameter other data, device included; it stays the same object."""
     new = Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    # torch.utils.swap_tensors would also swap class and attributes, which stay here, and
-    # refuses tensors with weak references, which nn.LSTM keeps: those stay right, too.
+    # torch.utils.swap_tensors would also swap class and attributes, but these stay here.  It
+    # also refuses tensors with weak references, as of nn.LSTM: these stay right, too.
     torch._C._swap_tensor_impl(parameter, new)

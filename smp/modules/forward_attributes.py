@@ -1,8 +1,8 @@
-"""Attributes that a module sets in its forward, and those in which something changes while
-the model runs: lists, fields of objects, tensors.  Tracing sees which.
+"""Attributes set by a module in its forward, and those with a change while the model runs.
+Changes are in lists, fields of objects, or tensors.  Tracing shows which.
 
-On ranks that do not run it a parent that reads what its child left there (an auxiliary loss,
-a cache) would read what was there when the model was made: that is an error.
+On other ranks a parent that reads its child's attribute (an auxiliary loss, a cache) would read
+the value from the model's construction: this is an error.
 
 On its own rank each microbatch has its own (``smp/modules/microbatch_attributes.py``).
 """
@@ -21,9 +21,9 @@ _NAMES = "_smp_set_elsewhere"  # in such a class: the names of all of these attr
 
 
 class _SetElsewhere(stand_ins.WatchedAttribute):
-    """Such an attribute in the class that stands in for a remote module's.
+    """Such an attribute in a remote module's stand-in class.
 
-    Whoever has set it here in the same step may read it.
+    Code that has set it here in the same step may read it.
     """
 
     def before_read(self, module: nn.Module) -> None:
@@ -53,7 +53,7 @@ class _SetElsewhere(stand_ins.WatchedAttribute):
 
 @functools.cache
 def remote_with(names: tuple[str, ...]) -> stand_ins.Members:
-    """As ``remote_modules.remote``, for a module whose forward sets these attributes."""
+    """As ``remote_modules.remote``, for a module with these attributes set by its forward."""
 
     def members(cls: type[nn.Module]) -> dict[str, Any]:
         watched = {name: _SetElsewhere() for name in names}
@@ -65,9 +65,9 @@ def remote_with(names: tuple[str, ...]) -> stand_ins.Members:
 def warn_of_shared(
     root: nn.Module, names: dict[str, tuple[str, ...]], rank_of: dict[str, int]
 ) -> None:
-    """Say which things that change modules on several ranks share: each rank has its own."""
+    """Warn of changing objects shared by modules on several ranks: each rank has its own."""
     named = dict(root.named_modules())
-    first: dict[int, tuple[str, str]] = {}  # by id: path and name of who has it
+    first: dict[int, tuple[str, str]] = {}  # by id: path and name of the first holder
     for path, of_module in names.items():
         for name in of_module:
             value = named[path].__dict__.get(name)
@@ -86,7 +86,7 @@ def warn_of_shared(
 
 
 def watch(root: nn.Module, names: dict[str, tuple[str, ...]]) -> None:
-    """Watch these attributes of the modules that are remote here, by path."""
+    """Watch these attributes of the modules remote here, by path."""
     for path, module in root.named_modules():
         if path in names and remote_modules.is_remote(module):
             cls = remote_modules.original_class(module)

@@ -1,4 +1,4 @@
-"""Modules that microbatches call in their order; ``smp/partitioning/turns.py`` says which."""
+"""Modules called by microbatches in order, as found in ``smp/partitioning/turns.py``."""
 
 import functools
 import threading
@@ -12,7 +12,7 @@ from smp.modules import stand_ins
 
 
 class _Passing(threading.local):
-    """The gates that this thread is in."""
+    """The gates around this thread."""
 
     def __init__(self) -> None:
         self.gates: set[int] = set()
@@ -22,7 +22,7 @@ _passing = _Passing()
 
 
 def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Call it when it is the microbatch's turn at the module's gate, if it has one.
+    """Make the call at the microbatch's turn at the module's gate, if the module has one.
 
     Running statistics change in training alone: an evaluation goes past the gate, unless the
     same step also trains the module.
@@ -47,15 +47,16 @@ def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -
 
 
 def changes_nothing(module: nn.Module) -> bool:
-    """Whether it is one of torch's norms, in evaluation."""
+    """Whether the module is one of torch's norms, in evaluation."""
     return not module.training and hasattr(module, "track_running_stats")
 
 
 def gated(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like ``cls`` that microbatches call in their order: it changes
-    what the next one's calls, or other modules, read.
+    """The methods of a class like ``cls``, called by microbatches in order.  Each call changes
+    values read by the next one's, or by other modules.
 
-    So do hooks before the forward (spectral norm), and the forward may be called alone.
+    Hooks before the forward change values, too (spectral norm), and the forward may be called
+    alone.
     """
 
     def __call__(self, *args, **kwargs):
@@ -79,7 +80,7 @@ def gated(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 class _ReadOutside(stand_ins.WatchedAttribute):
-    """A buffer or an attribute that its module changes, and that other code reads in a step."""
+    """A buffer or an attribute changed by its module, and read by other code in a step."""
 
     def before_read(self, module: nn.Module) -> None:
         _await_turn_at(module)
@@ -94,8 +95,9 @@ def _await_turn_at(module: nn.Module) -> None:
 
 @functools.cache
 def read_outside(names: tuple[str, ...]) -> stand_ins.Members:
-    """The methods of a class like that of a module with a gate, which other code reads: a
-    microbatch that does so has its turn there, and is past when its forward is over."""
+    """The methods of a class like that of a module with a gate, for reads by other code.  A
+    microbatch that reads has its turn there, and is past at the end of its forward.
+    """
 
     def members(cls: type[nn.Module]) -> dict[str, Any]:
         def __setattr__(self, name, value):

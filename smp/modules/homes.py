@@ -1,7 +1,7 @@
-"""Where the models of this rank are: on its accelerator, if the host has one.
+"""The place of this rank's models: its accelerator, if the host has one.
 
-A script leaves its model on the CPU.  What this rank owns is moved when that is known: at once
-without pipeline parallelism, else at the partition; the inputs of a step follow.
+A script leaves its model on the CPU.  This rank's part moves once known: at once without
+pipeline parallelism, else at the partition; the inputs of a step follow.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,10 +15,11 @@ from smp.modules import conversion
 
 
 def home_of(module: nn.Module, local_rank: int) -> torch.device | None:
-    """The device that this rank computes on; None: the host has no accelerator in use.
+    """The device of this rank's computations; None: the host has no accelerator in use.
 
-    Where the module already is on one, there.  Else the current device; the first one is what
-    nobody has chosen, and then it is the ``local_rank``-th, which becomes the current one.
+    A module already on an accelerator stays there.  Else the device is the current one.  The
+    first device is no choice of the script's: the ``local_rank``-th takes its place, and
+    becomes the current one.
     """
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
@@ -34,16 +35,16 @@ def home_of(module: nn.Module, local_rank: int) -> torch.device | None:
 
 
 def mover(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """A function of a tensor: the same there, if it is on the CPU; else the tensor itself."""
+    """A function of a tensor: a copy there, if on the CPU; else the tensor itself."""
     return lambda tensor: tensor.to(device) if tensor.device.type == "cpu" else tensor
 
 
 @contextmanager
 def keeping_parameters(device: torch.device) -> Iterator[None]:
-    """In the block ``module._apply`` leaves each parameter the object that it is.
+    """In the block ``module._apply`` keeps each parameter's object.
 
-    It does anyhow for a CUDA device; for some kinds torch makes new parameters by default,
-    which an optimizer made before would not know.
+    For a CUDA device it does so anyhow.  For some kinds torch makes new parameters by default,
+    unknown to an optimizer made before.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     there = torch.empty(0, device=device)
@@ -56,10 +57,10 @@ def keeping_parameters(device: torch.device) -> Iterator[None]:
 
 
 def move(module: nn.Module, device: torch.device, local: set[nn.Module] | None = None) -> None:
-    """Move what of a model is on the CPU.
+    """Move a model's tensors from the CPU.
 
     Args:
-        local: the modules that are on this rank, once the model has been partitioned.
+        local: the modules on this rank, once the model has been partitioned.
     """
     with keeping_parameters(device):
         if local is None:
@@ -69,24 +70,24 @@ def move(module: nn.Module, device: torch.device, local: set[nn.Module] | None =
 
 
 def move_back(module: nn.Module, device: torch.device) -> None:
-    """Move a model that may be there in part to the CPU."""
+    """Move a model, perhaps in part on the device, to the CPU."""
     with keeping_parameters(device):
         module._apply(lambda tensor: tensor.cpu())
 
 
 def trim(device: torch.device) -> None:
-    """Give the device back memory that no tensor uses."""
+    """Give the device back its unused memory."""
     module = torch.get_device_module(device)
     if hasattr(module, "empty_cache"):
         module.empty_cache()
 
 
 def empty_cache() -> None:
-    """Give back memory that this rank keeps for later and does not use now.
+    """Give back memory kept by this rank for later and not in use now.
 
-    The accelerator gets what ``torch.cuda.empty_cache()`` gives, the system the free pages of
-    the heap, which ``smp.init`` has it keep.  Tensors stay as they are; the next step takes
-    what it needs again, which costs time.  Of this rank alone, at any time.
+    The accelerator gets the memory of ``torch.cuda.empty_cache()``, the system the free pages
+    of the heap, kept since ``smp.init``.  Tensors stay as they are; the next step takes its
+    memory again, at a cost of time.  The call is this rank's alone, at any time.
     """
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is not None:

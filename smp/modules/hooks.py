@@ -21,13 +21,13 @@ def serve_hooked(
 ) -> Any:
     """Run the pre-hooks (unless ``bare``) and the forward of a module, on its owner.
 
-    ``bare`` and ``inputs``: the pre-hooks alone, for a later call that is ``bare``.
+    ``bare`` and ``inputs``: the pre-hooks alone, for a later ``bare`` call.
 
     Returns:
         the output; with ``inputs`` the pair of it and of ``(args, kwargs)`` as pre-hooks
-        replaced them, or None where they did not.  Of the pre-hooks alone ``(args, kwargs)``,
-        or None where they cannot run alone: microbatches pass the module in order, which is
-        one call of it.
+        replaced them, or None where they did not.  The pre-hooks alone return
+        ``(args, kwargs)``, or None where they cannot run alone: microbatches pass the module in
+        order, in one call of it.
     """
     if bare and inputs:
         if GATE in module.__dict__:
@@ -45,8 +45,8 @@ def serve_hooked(
     return through_gate(module, _run_hooked, module, args, kwargs or {}, bare, inputs)
 
 
-# By id of the module and microbatch: weights that its pre-hooks have made for its forward
-# (weight norm).  Other microbatches come in between.
+# By id of the module and microbatch: weights made by its pre-hooks for its forward (weight
+# norm).  Other microbatches come in between.
 _left: dict[tuple[int, int | None], dict[str, Tensor]] = {}
 
 
@@ -69,7 +69,7 @@ def _run_hooked(module: nn.Module, args: tuple, kwargs: dict, bare: bool, inputs
 
 
 def _run_pre_hooks(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments that they leave."""
+    """The arguments as left by them."""
     for key, hook in list(module._forward_pre_hooks.items()):
         if key in module._forward_pre_hooks_with_kwargs:
             changed = hook(module, args, kwargs)
@@ -86,7 +86,7 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
     """Call a module of another rank with its forward and backward hooks, on the caller.
 
     Raises:
-        NotImplementedError: hooks that this cannot do.
+        NotImplementedError: hooks beyond this function's means.
     """
     backward_hooks, non_full = module._get_backward_hooks()
     pre_hooks = module._get_backward_pre_hooks()
@@ -135,9 +135,9 @@ def call_hooked(module: nn.Module, args: tuple, kwargs: dict | None) -> Any:
 def _run_always_called(
     module: nn.Module, ran: set[int], args: tuple, kwargs: dict | None, output: Any
 ) -> None:
-    """The forward hooks with ``always_call=True`` that have not run, when a call fails.
+    """The forward hooks with ``always_call=True`` not yet run, when a call fails.
 
-    What they raise is a warning: the call raises what it failed with.
+    An exception of theirs is a warning: the call raises its own.
     """
     for key, hook in list(module._forward_hooks.items()):
         if key not in module._forward_hooks_always_called or key in ran:
@@ -163,7 +163,7 @@ def _run_forward_hook(
 
 
 def _refuse_replaced(module: nn.Module) -> None:
-    """The gradients of what a pre-hook made there are not to be had here."""
+    """Refuse a pre-hook's new arguments there: their gradients are not to be had here."""
     home = live_models.home_of(module)
     path, owner = home or (type(module).__name__, "another rank")
     raise NotImplementedError(

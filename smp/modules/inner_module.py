@@ -1,8 +1,8 @@
 """``model.module.module``: scripts of smdistributed.modelparallel find their module there.
 
-``model.module`` is the wrapped module itself, whose class gets one more attribute:
-``module``, a twin of it.  The twin has no ``module``, so that what unwraps a model for as long
-as there is one comes to an end.
+``model.module`` is the wrapped module itself, and its class gets one more attribute:
+``module``, a twin of it.  The twin has no ``module``: a loop that unwraps a model comes to its
+end.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ _twins: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by id of 
 
 
 def give(module: nn.Module) -> None:
-    """Give a module that is wrapped the attribute ``module``, if it has none of its own."""
+    """Give a wrapped module the attribute ``module``, if it has none of its own."""
     cls = type(module)
     # The classes of script modules are made by a metaclass, for a script.
     if hasattr(module, "module") or isinstance(module, torch.jit.ScriptModule):
         return
-    # Past the __setattr__ of a class that forwards it, as torch.compile's.
+    # Past the __setattr__ of a forwarding class, as of torch.compile's.
     object.__setattr__(module, "__class__", stand_ins.stand_in(cls, wrapped))
 
 
 class _Inner:
-    """The attribute ``module``; whatever the user later gives that name goes before it."""
+    """The attribute ``module``; a value of that name set later by the user goes before it."""
 
     def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> nn.Module:
         if module is None:
@@ -45,14 +45,14 @@ class _Inner:
 
 
 def wrapped(cls: type[nn.Module]) -> dict[str, Any]:
-    """What the class of a wrapped module has beside ``cls``."""
+    """The additions to ``cls`` in the class of a wrapped module."""
     return {"module": _Inner()}
 
 
 def inner(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like ``cls`` whose instances stand for the wrapped module.
+    """The methods of a class like ``cls`` for stand-ins of the wrapped module.
 
-    They have its ``__dict__``, and what a class of ours does for it they have done there.
+    They have its ``__dict__``, and leave the work of our classes to it.
     """
 
     def __call__(self, *args, **kwargs):
@@ -77,9 +77,10 @@ def inner(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def wrapped_of(module: nn.Module) -> nn.Module:
-    """The module that ``model.module.module`` stands for; any other one itself.
+    """The module behind ``model.module.module``; any other one itself.
 
-    Never calls a user's ``__getattr__``, which may need what the module does not have yet.
+    A user's ``__getattr__`` is never called: it may need attributes that the module does not
+    have yet.
     """
     try:
         return object.__getattribute__(module, "_smp_wrapped")
@@ -88,6 +89,6 @@ def wrapped_of(module: nn.Module) -> nn.Module:
 
 
 def users_module(module: nn.Module) -> nn.Module:
-    """The same, and of a ``DistributedModel`` the one it wraps."""
+    """The same, and for a ``DistributedModel`` the wrapped module."""
     module = wrapped_of(module)
     return module.__dict__.get("_smp_module", module)

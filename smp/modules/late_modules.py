@@ -1,19 +1,24 @@
-"""Modules that a script puts into a model after its partition, or after it was split.
+"""Modules, and parameters, put into a model by a script after its partition or split.
 
-Nobody has decided about them.  In a pipeline their parameters would be on every rank, trained
-on the one that runs them, and saved from another; with tensor parallelism each rank draws its
-own values.  A module with neither parameters nor buffers runs where it is called, and another
-name for a module of the model is just that; both are let through.
+No decision covers them.  In a pipeline their parameters would be on every rank, trained on one,
+and saved from another.  With tensor parallelism each rank draws its own values.  A module with
+neither parameters nor buffers runs where it is called, and another name for a known module is
+harmless: both are let through.
 """
 
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
+from smp import _core
 from smp.modules.inner_module import wrapped_of
+from smp.partitioning.first_forward import has_values
 
 # The modules of partitioned models, by id: a class of a user's may not be hashable.
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -33,7 +38,7 @@ _SPLIT = (
 
 
 def refuse_from_now(root: nn.Module, is_split: bool = False) -> None:
-    """Refuse modules with parameters or buffers that are put into ``root``, or taken out.
+    """Refuse modules with parameters or buffers put into ``root``, or taken out.
 
     Args:
         is_split: over the TP_GROUP, and not partitioned yet.
@@ -43,6 +48,7 @@ def refuse_from_now(root: nn.Module, is_split: bool = False) -> None:
         _since[id(module)] = _SPLIT if is_split else _PARTITION
     if not _hooks:
         _hooks.append(register_module_module_registration_hook(_check))
+        _hooks.append(register_module_parameter_registration_hook(_check_parameter))
 
 
 def forget() -> None:
@@ -55,7 +61,7 @@ def forget() -> None:
 
 
 def _path(module: nn.Module) -> str | None:
-    """In the partitioned model that has it; None: none has."""
+    """The module's path in its partitioned model; None: in no such model."""
     return _paths[id(module)] if _modules.get(id(module)) is module else None
 
 
@@ -63,7 +69,7 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     """Called by torch before ``parent`` gets the module by that name.
 
     Raises:
-        RuntimeError: it has, or what it replaces, parameters or buffers.
+        RuntimeError: the module, or the replaced one, has parameters or buffers.
     """
     above = _path(wrapped_of(parent))
     if above is None:
@@ -72,35 +78,42 @@ def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     before = wrapped_of(parent)._modules.get(name)
     if module is before:
         return
-    if (
-        _since[id(wrapped_of(parent))] == _SPLIT
-        and module is not None
-        and _wraps(module, before)
-    ):
+    if _since[id(wrapped_of(parent))] == _SPLIT and _is_known(module):
         return
-    if before is not None and _path(before) == path and _has_values(before):
+    if before is not None and _path(before) == path and has_values(before):
         by = "None" if module is None else f"a {type(module).__name__}"
         what = f"({type(before).__name__}) cannot be replaced by {by}"
-    elif module is not None and _path(module) is None and _has_values(module):
+    elif module is not None and _path(module) is None and has_values(module):
         what = f"({type(module).__name__}) cannot be added"
     else:
         return
     raise RuntimeError(f"smp: module '{path}' {what} after {_since[id(wrapped_of(parent))]}")
 
 
-def _wraps(module: nn.Module, before: nn.Module | None) -> bool:
-    """Whether it has the module that it replaces, and no values besides, as a compiled one."""
-    if before is None:
-        return False
-    theirs = {id(tensor) for tensor in _values(before)}
-    return {id(tensor) for tensor in _values(module)} == theirs
+def _is_known(module: nn.Module | None) -> bool:
+    """Whether all its values are of modules known in the model, as those of a compiled one."""
+    inside = () if module is None else module.modules()
+    return all(_path(m) is not None or not any(True for _ in _own_values(m)) for m in inside)
 
 
-def _has_values(module: nn.Module) -> bool:
-    return any(True for _ in _values(module))
+def _own_values(module: nn.Module) -> Iterator[Tensor]:
+    for register in (module._parameters, module._buffers):
+        yield from (tensor for tensor in register.values() if tensor is not None)
 
 
-def _values(module: nn.Module) -> Iterator[Tensor]:
-    for one in module.modules():
-        for register in (one._parameters, one._buffers):
-            yield from (tensor for tensor in register.values() if tensor is not None)
+def _check_parameter(parent: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Called by torch before ``parent`` gets the parameter by that name.
+
+    Raises:
+        RuntimeError: in a step, for a name without a parameter before.
+    """
+    if parameter is None or _core.current() is None or parent._parameters.get(name) is not None:
+        return
+    above = _path(wrapped_of(parent))
+    if above is not None and _since[id(wrapped_of(parent))] == _PARTITION:
+        path = f"{above}.{name}".lstrip(".")
+        raise RuntimeError(
+            f"smp: parameter '{path}' {list(parameter.shape)} cannot be added after the "
+            "partition, which decided about the parameters that the model had: add it before "
+            "its first step"
+        )

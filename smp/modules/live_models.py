@@ -1,6 +1,6 @@
 """The models of this rank, in order of creation: alike on all ranks.
 
-They are the script's, which may let go of them at any moment; so they are not held here.
+They are the script's, free to drop them at any moment; so they are not held here.
 """
 
 import weakref
@@ -15,27 +15,27 @@ _models: "list[weakref.ref[DistributedModel]]" = []
 
 
 def add(model: "DistributedModel") -> None:
-    """The newest one."""
+    """Add the newest one."""
     _models.append(weakref.ref(model))
 
 
 def forget() -> None:
-    """All of them: the job has ended."""
+    """Forget all models: the job has ended."""
     _models.clear()
 
 
 def made() -> int:
-    """How many there have been in this job."""
+    """The number of models so far in this job."""
     return len(_models)
 
 
 def living() -> "list[DistributedModel]":
-    """Those that still exist."""
+    """The models still in existence."""
     return [model for model in (ref() for ref in _models) if model is not None]
 
 
 def home_of(module: nn.Module) -> tuple[str, int] | None:
-    """Path and pp_rank of a module of a model that has been partitioned."""
+    """Path and pp_rank of a module in a partitioned model."""
     for model in living():
         if model._smp_decision is not None:
             for path, candidate in model._smp_module.named_modules():

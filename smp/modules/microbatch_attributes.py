@@ -1,13 +1,13 @@
-"""Attributes that code sets on modules in a step: each microbatch has its own.
+"""Attributes set by code on modules in a step: each microbatch has its own.
 
-Several microbatches are under way on a rank, and one may run while another waits within a
-module's forward, between ``self.h = f(x)`` and what reads it.  Each reads what it has set
-itself.  A microbatch that reads first gets what the one before it has left, and waits until
-that is known; what the last one has set stays when the step is over.  So it is in one process.
+Several microbatches are under way on a rank.  One may run while another waits within a module's
+forward, between ``self.h = f(x)`` and the read of it.  Each reads its own values.  A microbatch
+that reads first gets the value left by the one before, and waits until that is known.  The last
+one's value stays after the step.  One process behaves so.
 
-Values are kept apart by descriptors in a class that stands in for the module's own: of the
-names that tracing saw being set, and on modules that call others' ranks also of those that
-are set for the first time in a later step.
+Descriptors in a stand-in class keep the values apart.  They have the names set in the traced
+run, and those set in branches of code not traced (``smp/partitioning/stores.py``).  On modules
+with calls to other ranks, they also have names set for the first time in a later step.
 """
 
 import functools
@@ -19,6 +19,7 @@ from torch import nn
 
 from smp import _core
 from smp.modules import gates, live_models, stand_ins
+from smp.partitioning import stores
 
 if TYPE_CHECKING:
     from smp.partitioning.turns import Turns
@@ -29,36 +30,38 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Kept(NamedTuple):
-    """How one attribute of one module goes from microbatch to microbatch.
+    """The way of one attribute of one module from microbatch to microbatch.
 
     Attributes:
-        gate: where a microbatch waits that reads before it has set it; -1: nowhere, it has the
-            value from before the step.
-        uses: reads and sets after which a call of the module is past the gate; 0: its end.
+        gate: the place of waiting for a microbatch that reads before its first set; -1: none,
+            it has the value from before the step.
+        uses: reads and sets until a call of the module is past the gate; 0: its end.
         counted: calls of the module pass the gate.
+        unseen: code may set it, but the traced run has not: its readers are noted.
     """
 
     gate: int
     uses: int = 0
     counted: bool = False
+    unseen: bool = False
 
 
 class _Values:
-    """Of one attribute of one module, in this step."""
+    """The values of one attribute of one module, in this step."""
 
     __slots__ = ("by_microbatch", "module", "read_before")
 
     def __init__(self, module: nn.Module):
         self.module = module
         self.by_microbatch: dict[int, Any] = {}
-        self.read_before = -1  # the last microbatch that has read another one's
+        self.read_before = -1  # the last reader of another one's value
 
 
 _values: dict[tuple[int, str], _Values] = {}  # by id of the module, and name
 
 
 class _Running(threading.local):
-    """The calls of modules with carried attributes that this thread is in."""
+    """This thread's calls of modules with carried attributes."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[nn.Module, dict[str, int]]] = []
@@ -68,7 +71,7 @@ _running = _Running()
 
 
 class _OfMicrobatch(stand_ins.WatchedAttribute):
-    """Such an attribute, in the class that stands in for a module's."""
+    """Such an attribute, in a module's stand-in class."""
 
     def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
         microbatch = None if module is None else _core.current()
@@ -107,8 +110,7 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
             super().__delete__(module)
 
     def _value(self, module: nn.Module, kept: Kept, microbatch: int) -> Any:
-        """What the microbatch has set, or those before it have left; ``_ABSENT``: that from
-        before the step."""
+        """Its own value, or that left by those before; ``_ABSENT``: unset in the step."""
         values = _values.get((id(module), self.name))
         if _core.in_backward():
             if values is None:
@@ -119,7 +121,11 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
         if values is not None and microbatch in values.by_microbatch:
             _count(module, self.name, kept)
             return values.by_microbatch[microbatch]
-        if kept.gate < 0 or (values is None and not kept.counted):
+        if kept.gate < 0 or (values is None and not kept.counted and not kept.unseen):
+            return _ABSENT
+        if kept.unseen and (values is None or not values.by_microbatch):
+            values = _values.setdefault((id(module), self.name), _Values(module))
+            values.read_before = max(values.read_before, microbatch)
             return _ABSENT
         if values is None or values.read_before < microbatch:
             _core.await_turn(kept.gate)
@@ -141,8 +147,9 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
 
 
 def _owner_in_backward(kept: Kept, values: _Values, microbatch: int) -> int:
-    """Whose value it is to a forward that runs again: of a carried attribute the newest, since
-    backwards come in an order of their own."""
+    """The microbatch with the value for a forward that runs again.  For a carried attribute it
+    is the newest, since backwards come in an order of their own.
+    """
     return max(values.by_microbatch, default=microbatch) if kept.counted else microbatch
 
 
@@ -156,8 +163,9 @@ def _count(module: nn.Module, name: str, kept: Kept) -> None:
 
 
 def _counting(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like that of a module with carried attributes: a call that ends
-    lets the next microbatch's read them."""
+    """The methods of a class like that of a module with carried attributes.  The end of a call
+    lets the next microbatch's read them.
+    """
 
     def counted(self: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
         if (
@@ -193,7 +201,7 @@ def _original(cls: type[nn.Module]) -> dict[str, Any]:
 
 @functools.cache
 def own_of_microbatch(names: tuple[str, ...]) -> stand_ins.Members:
-    """The methods of a class like that of a module of which these attributes are set."""
+    """The methods of a class like that of a module with these attributes set."""
 
     def members(cls: type[nn.Module]) -> dict[str, Any]:
         return {**_original(cls), **{name: _OfMicrobatch() for name in names}}
@@ -202,25 +210,25 @@ def own_of_microbatch(names: tuple[str, ...]) -> stand_ins.Members:
 
 
 def _adopting(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like that of a module which calls others' ranks: an attribute
-    that code sets in a step for the first time is each microbatch's own from then on."""
+    """The methods of a class like that of a module with calls to other ranks.  An attribute set
+    for the first time in a step is each microbatch's own from then on.
+    """
 
     def __setattr__(self, name, value):
-        if _core.current() is not None and _can_be_own(self, name, value):
+        is_module = isinstance(value, nn.Parameter | nn.Module)
+        if _core.current() is not None and not is_module and _can_be_own(self, name):
             watch(self, {name: Kept(self.__dict__[stand_ins.ORDER])})
         cls.__setattr__(self, name, value)
 
     return {"__setattr__": __setattr__, **_original(cls)}
 
 
-def _can_be_own(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether it is a plain attribute, and none of ours or of torch's."""
+def _can_be_own(module: nn.Module, name: str) -> bool:
+    """Whether the attribute is a plain one, and none of ours or of torch's."""
     if name in module.__dict__.get(stand_ins.KEPT, ()) or name.startswith(("_smp_", "__")):
         return False
     registered = (module._parameters, module._buffers, module._modules)
     if any(name in names for names in registered) or name in _OF_TORCH:
-        return False
-    if isinstance(value, nn.Parameter | nn.Module):
         return False
     return not hasattr(getattr(type(module), name, None), "__set__")
 
@@ -237,10 +245,10 @@ def watch(module: nn.Module, kept: Mapping[str, Kept]) -> None:
 
 
 def adopt(module: nn.Module, order: int) -> None:
-    """Keep apart whatever is set on a module of this rank that calls others' ranks.
+    """Keep apart all attributes set on a module of this rank with calls to other ranks.
 
     Args:
-        order: the gate that a microbatch is past when its forward is over.
+        order: the gate passed by a microbatch at the end of its forward.
     """
     if stand_ins.ORDER not in module.__dict__:
         module.__class__ = stand_ins.stand_in(type(module), _adopting)
@@ -254,17 +262,19 @@ def keep_apart(
     numbers: Sequence[int],
     split: Sequence[str],
 ) -> None:
-    """What code sets on a model's modules of this rank is each microbatch's own.
+    """Keep each microbatch's settings on this rank's modules of a model apart.
 
     Args:
-        here: paths of the modules that are on this rank.
-        numbers: of the model's gates in this job, and of one more, which a microbatch is past
-            when its forward is over.
-        split: paths of modules that are split by tensor parallelism, whose calls wait for
-            other ranks, too.
+        here: paths of the modules on this rank.
+        numbers: of the model's gates in this job, and of one more, passed by a microbatch at
+            the end of its forward.
+        split: paths of modules split by tensor parallelism: their calls wait for other ranks,
+            too.
     """
     order = numbers[-1]
-    for path, module in root.named_modules():
+    named = dict(root.named_modules())
+    may_be_set = stores.stored(named)
+    for path, module in named.items():
         if path not in here:
             continue
         if path in turns.reads:
@@ -274,6 +284,10 @@ def keep_apart(
         kept |= {name: Kept(-1) for name in turns.restored.get(path, ())}
         for name, (gate, uses) in turns.carried.get(path, {}).items():
             kept[name] = Kept(numbers[gate], uses, counted=True)
+        read = turns.reads.get(path, ())
+        for name in may_be_set[path] - kept.keys() - set(read):
+            if _can_be_own(module, name):
+                kept[name] = Kept(order, unseen=True)
         if kept:
             watch(module, kept)
         inside = f"{path}." if path else ""
@@ -283,12 +297,12 @@ def keep_apart(
 
 
 def keeps(target: nn.Module | nn.Parameter, name: str) -> bool:
-    """Whether each microbatch has its own."""
+    """Whether each microbatch has its own value of the attribute."""
     return name in target.__dict__.get(stand_ins.KEPT, ())
 
 
 def of_this_microbatch(target: nn.Module | nn.Parameter, name: str, absent: Any) -> Any:
-    """What the microbatch that asks has set, without a look at others' values."""
+    """The current microbatch's own value, without a look at others'."""
     values, microbatch = _values.get((id(target), name)), _core.current()
     if values is None or microbatch is None:
         return absent
@@ -296,7 +310,7 @@ def of_this_microbatch(target: nn.Module | nn.Parameter, name: str, absent: Any)
 
 
 def put(module: Any, name: str, value: Any, absent: Any) -> None:
-    """Give the microbatch a value that comes from elsewhere, or ``absent``, for a while."""
+    """Give the microbatch a value from elsewhere, or ``absent``, for a while."""
     values = _values.setdefault((id(module), name), _Values(module))
     microbatch = _core.current()
     assert microbatch is not None, "values come within a task"
@@ -307,7 +321,7 @@ def put(module: Any, name: str, value: Any, absent: Any) -> None:
 
 
 def finish(went_well: bool) -> None:
-    """The step is over: what the last microbatch has set stays."""
+    """The step is over: the last microbatch's values stay."""
     for (_, name), values in _values.items():
         if not went_well or not values.by_microbatch:
             continue

@@ -1,4 +1,4 @@
-"""``smp.model_creation``: the context in which scripts create their model."""
+"""``smp.model_creation``: the context around a script's creation of its model."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,9 +18,9 @@ def model_creation(
     Args:
         tensor_parallelism: whether modules are split, as ``smp.tensor_parallelism`` does.
         dtype: of the parameters, where the model does not say.
-        config: for distributed modules; without them, and of what they do not know, of no
+        config: for distributed modules; without them, and for keys unknown to them, of no
             effect.  ``zero_init`` of existing scripts is such a key: the public documentation
-            does not say what it does.
+            does not explain it.
 
     Source: SageMaker Python SDK documentation, ``smp.modules.model_creation``.
     """

@@ -1,10 +1,10 @@
 """Applying a partition to a model on this rank.
 
-Modules that the rank does not own get a class of their own, whose ``__call__`` is in C
-(``csrc/python/modules/call.c``) and sends a request; their parameters keep shape, dtype and
-``requires_grad`` and lose their storage.  Modules that the rank owns are not touched,
-but for ``nn.Sequential`` whose children span ranks; nor are modules that have nothing to
-own, such as an activation, which may be of other models, too: they run where they are called.
+A module of another rank gets a class of its own: its ``__call__``, in C
+(``csrc/python/modules/call.c``), sends a request.  Its parameters keep shape, dtype and
+``requires_grad`` and lose their storage.  The rank's own modules are not touched, except an
+``nn.Sequential`` with children on several ranks.  Nor are modules without values, such as an
+activation, perhaps shared with other models: they run on their caller's rank.
 """
 
 import functools
@@ -20,7 +20,7 @@ from smp.partitioning.partition import pin_of
 
 
 class Entry(NamedTuple):
-    """What other ranks can call: numbered alike on every rank."""
+    """A target of other ranks' calls: numbered alike on every rank."""
 
     callable: Any
     module: nn.Module | None
@@ -28,7 +28,8 @@ class Entry(NamedTuple):
     owner: int
 
 
-# By path of an ``nn.Sequential`` whose children span ranks: (number of an entry, children).
+# By path of an ``nn.Sequential`` with children on several ranks: (number of an entry,
+# children).
 Runs = dict[str, list[tuple[int | None, list[nn.Module]]]]
 
 
@@ -45,7 +46,7 @@ class SequentialRun:
 
 
 def remote(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like ``cls`` whose calls go to the owner's rank."""
+    """The methods of a class like ``cls``, with calls to the owner's rank."""
 
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
@@ -62,7 +63,7 @@ def remote(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def runs_where_called(module: nn.Module) -> bool:
-    """Whether it has no parameter, buffer, child or hook, and no pin of its own."""
+    """Whether the module has no parameter, buffer, child or hook, and no pin of its own."""
     held = (module._parameters, module._buffers, module._modules)
     if any(thing is not None for things in held for thing in things.values()):
         return False
@@ -76,7 +77,7 @@ def runs_where_called(module: nn.Module) -> bool:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the module had before its partition."""
+    """The module's class before its partition."""
     return getattr(type(module), "_smp_original_class", type(module))
 
 
@@ -95,7 +96,7 @@ def _has_hooks_of_caller(module: nn.Module) -> bool:
 
 
 def _slices_of(cls: type[nn.Module]) -> dict[str, Any]:
-    """A part of an ``nn.Sequential`` is one of the user's class, made where it is wanted."""
+    """A part of an ``nn.Sequential`` is one of the user's class, made on demand."""
     if getattr(cls, "__getitem__", None) is not nn.Sequential.__getitem__:
         return {}
 
@@ -109,8 +110,7 @@ def _slices_of(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like ``cls``, an ``nn.Sequential`` that sends one request a
-    run."""
+    """The methods of a class like ``cls``, an ``nn.Sequential`` with one request a run."""
 
     @functools.wraps(cls.forward)
     def forward(self, input):
@@ -126,11 +126,11 @@ def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def make_entries(root: nn.Module, rank_of: dict[str, int]) -> tuple[list[Entry], Runs]:
-    """What can be called from another rank, and the runs of each spanning Sequential.
+    """The targets of calls from other ranks, and the runs of each spanning Sequential.
 
     Returns:
         the entries, each module's first and then the runs'; and, by path of a Sequential
-        whose children span ranks, its runs as (number among the entries, children).
+        with children on several ranks, its runs as (number among the entries, children).
     """
     named = dict(root.named_modules())
     ranks = {id(module): rank_of[path] for path, module in named.items()}
@@ -157,10 +157,10 @@ def make_entries(root: nn.Module, rank_of: dict[str, int]) -> tuple[list[Entry],
 def mark_remote_buffers(
     root: nn.Module, rank_of: dict[str, int], rank: int, changing: dict[str, tuple[str, ...]]
 ) -> None:
-    """Let no operator use what other ranks' modules change, without a word.
+    """Let no operator silently use buffers changed by other ranks' modules.
 
     Args:
-        changing: by path of a module, names of its buffers that its forward changes.
+        changing: by path of a module, names of its buffers changed by its forward.
     """
     named = dict(root.named_modules())
     for path, names in changing.items():
@@ -183,7 +183,7 @@ def parameter_owners(root: nn.Module, rank_of: dict[str, int]) -> dict[str, int]
 
 
 def free_remote_parameters(root: nn.Module, owners: dict[str, int], rank: int) -> None:
-    """Let go of the data of the parameters that this rank does not own."""
+    """Let go of the data of other ranks' parameters."""
     named = dict(root.named_parameters())
     for path, owner in owners.items():
         if owner != rank and not isinstance(named[path], remote_tensors.RemoteTensor):
@@ -199,10 +199,10 @@ def swap_classes(
 ) -> None:
     """Make the calls of other ranks' modules remote.
 
-    What is in another model, too, may have its class already.
+    A module of another model, too, may have its class already.
 
     Args:
-        gate_of: by path, the number of the gate that calls of a module pass.
+        gate_of: by path, the number of the gate passed by calls of a module.
     """
     for path, module in root.named_modules():
         cls = original_class(module)
@@ -222,14 +222,14 @@ def swap_classes(
 
 
 def is_remote(module: nn.Module) -> bool:
-    """Whether its calls go to another rank."""
+    """Whether the module's calls go to another rank."""
     return any(
         base.__dict__.get("__call__") is _core.module_call for base in type(module).__mro__
     )
 
 
 def number_runs(named: dict[str, nn.Module], runs: Runs, first_entry: int) -> None:
-    """Tell each ``nn.Sequential`` whose children span ranks what it calls, by number.
+    """Tell each ``nn.Sequential`` with children on several ranks its entries, by number.
 
     Args:
         named: the model's modules by path.

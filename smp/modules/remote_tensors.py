@@ -1,8 +1,8 @@
-"""Tensors of a partitioned model whose data another rank has.
+"""Tensors of a partitioned model with their data on another rank.
 
-A parameter stays the object that optimizers and user code know, with its shape, dtype,
-device and ``requires_grad``, and becomes a wrapper subclass of torch's: one without memory,
-which operators reach only by way of this file, wherever they are called from.
+A parameter stays the object known to optimizers and user code, with its shape, dtype, device
+and ``requires_grad``.  It becomes a wrapper subclass of torch's, without memory.  Operators
+reach it only by way of this file, from any caller.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from smp import _core
 from smp.execution import left_behind
 from smp.modules import changes
 
-# What may be asked of a parameter whose data another rank has.
+# Harmless reads of a parameter with its data on another rank.
 _HARMLESS = {
     "__get__",
     "__set__",
@@ -37,7 +37,7 @@ _HARMLESS = {
     "register_post_accumulate_grad_hook",
 }
 
-# Attributes that are views of the data.
+# Attributes in the form of views of the data.
 _VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 
 
@@ -59,7 +59,7 @@ def loading() -> Iterator[None]:
 
 
 def _remote_in(value: Any) -> "Iterator[RemoteTensor]":
-    """Those in an operator's arguments."""
+    """The RemoteTensors in an operator's arguments."""
     if isinstance(value, RemoteTensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -70,9 +70,9 @@ def _remote_in(value: Any) -> "Iterator[RemoteTensor]":
 
 
 class RemoteTensor(Tensor):
-    """A parameter's ``data`` on a rank that does not have it: attributes, no operators."""
+    """A parameter's ``data`` on a rank without it: attributes, no operators."""
 
-    _smp_home: tuple[str, int]  # path of the parameter, and the pp_rank that owns it
+    _smp_home: tuple[str, int]  # path of the parameter, and its pp_rank
     _smp_kind = "parameter"
 
     @classmethod
@@ -108,7 +108,7 @@ class RemoteTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func, types, args=(), kwargs=None
     ):
-        """What comes past ``__torch_function__``, such as ``torch.tensor`` and ``vmap``."""
+        """Refuse operators past ``__torch_function__``, as of ``torch.tensor`` and ``vmap``."""
         refused = next(_remote_in((args, kwargs or {})))
         refused._smp_refuse(func.overloadpacket.__name__, written=False)
 
@@ -119,7 +119,7 @@ class RemoteTensor(Tensor):
             written: it changes the tensor in place.
 
         Raises:
-            RuntimeError: this rank does not have it.
+            RuntimeError: this rank does not have the data.
         """
         path, owner = self._smp_home
         raise RuntimeError(
@@ -143,7 +143,7 @@ class RemoteTensor(Tensor):
 
 
 class RemoteParameter(RemoteTensor, nn.Parameter):
-    """A parameter whose data is on another rank."""
+    """A parameter with its data on another rank."""
 
     def __deepcopy__(self, memo):
         raise RuntimeError(
@@ -153,9 +153,9 @@ class RemoteParameter(RemoteTensor, nn.Parameter):
 
 
 class RemoteBuffer(RemoteTensor):
-    """A buffer that its module's forward changes, on a rank that does not run that.
+    """A buffer changed by its module's forward, on another rank than the module's.
 
-    Its memory stays: the script may set it, as it does on all ranks.
+    Its memory stays: the script may set the buffer, as on all ranks.
     """
 
     _smp_kind = "buffer"
@@ -219,16 +219,16 @@ def _wrapper(
 
 
 def mark(buffer: Tensor, path: str, owner: int) -> RemoteBuffer:
-    """Make it a buffer that only its owner has the newest value of; the same object."""
+    """Make it a buffer with the newest value on its owner's rank alone; the same object."""
     buffer.__class__ = RemoteBuffer
     buffer._smp_home = (path, owner)  # type: ignore[attr-defined]
     return buffer  # type: ignore[return-value]
 
 
 def forget_data(parameter: nn.Parameter, path: str, owner: int) -> None:
-    """Make it one whose data the owner has; the same object.
+    """Leave the parameter's data to its owner; the same object.
 
-    What else shows its memory, such as a state dict that the script keeps, keeps that.
+    Other tensors with its memory, such as in a state dict of the script's, keep that.
     """
     parameter.grad = None
     parameter._smp_home = (path, owner)  # type: ignore[attr-defined]
@@ -236,7 +236,7 @@ def forget_data(parameter: nn.Parameter, path: str, owner: int) -> None:
 
 
 def convert(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Note the dtype and device that it has at its owner."""
+    """Note the dtype and device of the parameter on its owner's rank."""
     wrapper = _wrapper(RemoteParameter, parameter, dtype, device)
     torch.clear_autocast_cache()  # it has weak references to tensors, not to their objects
     # The parameter keeps its attributes and weak references, and the wrapper takes its memory.

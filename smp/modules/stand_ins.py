@@ -1,10 +1,9 @@
-"""Classes that stand in for the user's own.
+"""Classes in place of the user's own.
 
-A module that runs on another rank, is checkpointed, or that microbatches pass in order
-gets a class like its own but for a few methods.  To the user it is still his class: it is
-a subclass of the same name, and what is copied or pickled is an instance of the class
-itself, made by that class's own ``__reduce_ex__``, ``__getstate__``, ``__copy__`` and
-``__deepcopy__`` if it has them.
+A module on another rank, checkpointed, or passed by microbatches in order gets a class like its
+own but for a few methods.  For the user the class is still his own: a subclass of the same
+name.  A copy or pickle is an instance of the class itself, made by its own ``__reduce_ex__``,
+``__getstate__``, ``__copy__`` and ``__deepcopy__`` if it has them.
 """
 
 import copy
@@ -15,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-# What a module with such a class has in its __dict__ for it.  It belongs to this job and
-# does not go into copies and pickles.
+# Names in the __dict__ of a module with such a class.  Their values belong to this job and do
+# not go into copies and pickles.
 GATE = "_smp_gate"
 SWITCHES = "_smp_switches"
 RUNS = "_smp_runs"
@@ -25,7 +24,7 @@ KEPT = "_smp_kept"
 ORDER = "_smp_order"
 _OURS = (GATE, SWITCHES, RUNS, CHECKPOINTING, KEPT, ORDER)
 
-# A method of classes whose instances cannot be copied or pickled: it raises why.
+# A method of classes without copies or pickles of instances: it raises the reason.
 REFUSES_COPIES = "_smp_refuses_copies"
 
 Members = Callable[[type[nn.Module]], dict[str, Any]]
@@ -36,12 +35,12 @@ _made: dict[tuple[type, Members, tuple[type, ...]], type] = {}
 def stand_in(
     cls: type[nn.Module], members: Members, *behind: type[nn.Module]
 ) -> type[nn.Module]:
-    """The class that stands in for ``cls``; the same one each time.
+    """The class in place of ``cls``; the same one each time.
 
     Args:
-        cls: the user's class, or one that stands in for it already.
-        members: a top-level function that gives the methods that differ, for ``cls``.
-        behind: classes that ``super()`` in ``cls`` finds before the base that they share.
+        cls: the user's class, or already one in its place.
+        members: a top-level function from ``cls`` to the methods that differ.
+        behind: classes found by ``super()`` in ``cls`` before the common base.
     """
     bases = (cls, *behind)
     made = _made.get((cls, members, behind))
@@ -70,12 +69,12 @@ def stand_in(
 
 
 def users_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that the user wrote."""
+    """The class written by the user."""
     return getattr(cls, "_smp_users_class", cls)
 
 
 class WatchedAttribute:
-    """A plain attribute of modules, in a class that stands in for theirs.
+    """A plain attribute of modules, in their stand-in class.
 
     Its value is in the module's ``__dict__``, as ever; `before_read` hears of each read.
     """
@@ -109,23 +108,23 @@ class _Unheard(nn.Module):
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """What ``copy.copy`` gives for an instance of the user's class."""
+    """The result of ``copy.copy`` for an instance of the user's class."""
     if hasattr(users_class(type(module)), "__copy__"):
         return _copy(module)
     return _rebuilt(module, None)
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What ``copy.deepcopy`` gives for an instance of the user's class."""
+    """The result of ``copy.deepcopy`` for an instance of the user's class."""
     if hasattr(users_class(type(module)), "__deepcopy__"):
         return _deepcopy(module, memo)
     return _rebuilt(module, memo)
 
 
 def _rebuilt(module: nn.Module, memo: dict[int, Any] | None) -> nn.Module:
-    """As copy does it where a class has no idea of its own."""
+    """As in copy for a class without methods of its own for this."""
     reduced = module.__reduce_ex__(4)
-    if isinstance(reduced, str):  # the name of something there is one of
+    if isinstance(reduced, str):  # a global's name: one of its kind
         return module
     return copy._reconstruct(module, memo, *reduced)  # type: ignore
 
@@ -163,7 +162,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 class _Memo(dict[int, Any]):
-    """A deep copy's memo in which the twin's entry is the module's: cycles lead there."""
+    """A deep copy's memo with the module's entry for the twin's: cycles lead there."""
 
     def __init__(self, memo: dict[int, Any], twin: nn.Module, original: nn.Module) -> None:
         self._memo = memo
@@ -190,7 +189,7 @@ class _Memo(dict[int, Any]):
 
 
 class _Twin:
-    """An instance of the user's class with all that a module has, but for what is ours.
+    """An instance of the user's class with all of a module's attributes but ours.
 
     The module itself must keep its class meanwhile: another thread may call it.
     """
@@ -207,7 +206,7 @@ class _Twin:
                 object.__setattr__(self.module, name, getattr(module, name))
 
     def call(self, name: str, *args: Any) -> Any:
-        """What the user's method gives; the module where it gives the instance itself."""
+        """The result of the user's method; the module for the instance itself."""
         try:
             given = getattr(self.module, name)(*args)
             return self.original if given is self.module else given

@@ -1,7 +1,7 @@
-"""``nn.SyncBatchNorm`` in a pipeline: over which ranks, and when it cannot work.
+"""``nn.SyncBatchNorm`` in a pipeline: its ranks, and the cases where it cannot work.
 
-Its statistics are those of all ranks that have samples of their own at the same place of the
-model.  It calls collectives by itself, which need one order of all that runs on those ranks.
+Its statistics are those of all ranks with samples of their own at the same place of the model.
+It calls collectives by itself: all work of these ranks must be in one order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,9 +57,9 @@ def is_in(model: nn.Module) -> bool:
 
 @contextmanager
 def alone(models: Sequence["DistributedModel"]) -> Iterator[None]:
-    """Have the models' SyncBatchNorms take the statistics of what they get, as BatchNorm does.
+    """Have the models' SyncBatchNorms take the statistics of their inputs, as BatchNorm does.
 
-    They refuse tensors of the CPU and of no device, where a model may be traced.
+    They refuse tensors of the CPU and of no device, and a model may be traced on these.
     """
     norms = [m for _, m in _modules(models) if type(m).forward is nn.SyncBatchNorm.forward]
     for module in norms:
@@ -79,7 +79,7 @@ def _modules(models: Sequence["DistributedModel"]) -> Iterator[tuple[str, Any]]:
 
 
 def _group(rt: "Runtime") -> dist.ProcessGroup:
-    """Of the ranks that have samples of their own."""
+    """The group of the ranks with samples of their own."""
     if rt.cfg.prescaled_batch:
         return ranks.get_rdp_process_group()
     return ranks.get_dp_process_group()

@@ -1,4 +1,4 @@
-"""What users' own distributed modules are made of, by the names of the original.
+"""Parts of users' own distributed modules, under the original's names.
 
 ``smp.nn.utils`` and ``smdistributed.modelparallel.torch.nn.utils`` are this module.
 """
@@ -18,7 +18,7 @@ shard_sequence = primitives.shard_sequence
 
 
 def get_local_channels(n: int) -> int:
-    """How many of ``n`` channels this tp_rank has, as ``torch.tensor_split`` cuts them.
+    """The number of this tp_rank's channels of ``n``, by the cut of ``torch.tensor_split``.
 
     Args:
         n: channels of all tp_ranks; it need not divide.
@@ -27,7 +27,7 @@ def get_local_channels(n: int) -> int:
 
 
 def get_start_pos_for_slicing(n: int) -> int:
-    """The first of ``n`` channels that this tp_rank has, counted from 0.
+    """The first of this tp_rank's channels of ``n``, counted from 0.
 
     Args:
         n: channels of all tp_ranks; it need not divide.

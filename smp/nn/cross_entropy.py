@@ -1,4 +1,4 @@
-"""The cross-entropy of a head with many classes, which may be split over the TP_GROUP."""
+"""The cross-entropy of a head with many classes, perhaps split over the TP_GROUP."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 
 class DistributedCrossEntropyLoss(nn.Module):
-    """``nn.CrossEntropyLoss`` of a head's logits, which never are whole on one rank.
+    """``nn.CrossEntropyLoss`` of a head's logits, never whole on one rank.
 
-    A head that is marked for tensor parallelism is cut by its outputs because of it.  It stays
-    the model's: this module has no parameters::
+    This module has a head marked for tensor parallelism cut by its outputs.  The head stays the
+    model's: this module has no parameters::
 
         self.head = nn.Linear(512, 200_000)
         self.loss = smp.nn.DistributedCrossEntropyLoss(self.head)
@@ -26,9 +26,9 @@ class DistributedCrossEntropyLoss(nn.Module):
         return self.loss(hidden, labels)  # self.head is not called
 
     Args:
-        head: an ``nn.Linear``, whose outputs are the classes' logits.
+        head: an ``nn.Linear``; its outputs are the classes' logits.
         ignore_index, reduction, label_smoothing, weight: as in ``nn.CrossEntropyLoss``; the
-            weight of each class is a buffer, which every rank has whole.
+            weight of each class is a buffer, whole on every rank.
 
     Raises:
         TypeError: the head is no ``nn.Linear``.
@@ -63,14 +63,14 @@ class DistributedCrossEntropyLoss(nn.Module):
         self.register_buffer("weight", weight)
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows of it."""
+        """The options, for ``print(model)``."""
         return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The loss of the head's logits.  Collective over the TP_GROUP if the head is split.
 
         Args:
-            hidden: what the head is called with, ``[..., channels]``.
+            hidden: the head's input, ``[..., channels]``.
             labels: ``[...]``, the class of each position.
 
         Returns:
@@ -99,34 +99,32 @@ def vocabulary_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """``F.cross_entropy(head(hidden), labels)``, also of a head that is split by its outputs.
+    """``F.cross_entropy(head(hidden), labels)``, also of a head split by its outputs.
 
-    Each rank gives its own samples and gets their loss.  Of a split head the loss has no second
+    Each rank gives its own samples and gets their loss.  The loss of a split head has no second
     derivatives.
 
     Args:
-        head: an ``nn.Linear``, or a ``DistributedLinear`` that is cut by its outputs: one that
-            is tied to an embedding, was made with ``by_outputs=True``, was marked with
-            ``smp.set_tensor_parallelism(head, by_outputs=True)``, or has a
+        head: an ``nn.Linear``, or a ``DistributedLinear`` cut by its outputs: one tied to an
+            embedding, made with ``by_outputs=True``, marked with
+            ``smp.set_tensor_parallelism(head, by_outputs=True)``, or with a
             `DistributedCrossEntropyLoss`.
         hidden: ``[..., channels]``; of a split head, other lengths on each tp_rank.
         labels: ``[...]``, integers: the class of each position.
-        ignore_index: the label of positions that do not count.
-        reduction: ``"mean"`` over this rank's positions that count, weighted if there are
-            weights; ``"sum"`` or ``"none"``.
+        ignore_index: the label of positions left out.
+        reduction: ``"mean"`` over this rank's other positions, weighted if there are weights;
+            ``"sum"`` or ``"none"``.
         label_smoothing: in [0, 1].
         weight: of each class, ``[classes]``; of a split head also ``[own classes]``, then on
             all tp_ranks.
 
     Returns:
-        a scalar, or ``[...]`` with ``reduction="none"``; of the dtype that ``F.cross_entropy``
-        gives.
+        a scalar, or ``[...]`` with ``reduction="none"``; in the dtype of ``F.cross_entropy``.
 
     Raises:
         IndexError: a label is none of the classes.
         TypeError: the labels are no integers.
-        ValueError: shapes that do not fit, an unknown reduction, or a head that is cut by its
-            inputs.
+        ValueError: wrong shapes, an unknown reduction, or a head cut by its inputs.
     """
     _check(reduction, label_smoothing)
     if labels.shape != hidden.shape[:-1]:
@@ -178,7 +176,7 @@ def vocabulary_parallel_cross_entropy(
         out = losses.sum()
     if reduction == "mean":
         out = out / counts.sum()
-    # What F.cross_entropy gives: autocast has it in float32.
+    # The dtype of F.cross_entropy: autocast has it in float32.
     return out if autocast.is_on(hidden.device) else out.to(hidden.dtype)
 
 

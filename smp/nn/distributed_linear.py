@@ -12,16 +12,16 @@ from smp.tensor_parallel.slices import PATH, Slices, in_words
 
 
 class DistributedLinear(nn.Linear, DistributedModule):
-    """``nn.Linear`` whose weight is cut by its inputs, or by its outputs.
+    """``nn.Linear`` with its weight cut by its inputs, or by its outputs.
 
-    Cut by inputs, each tp_rank gets its channels of all samples, multiplies, and the sum over
-    the ranks goes back to the samples' own ranks, where the whole bias is added (paper,
+    Cut by inputs, each tp_rank gets its channels of all samples and multiplies.  The sum over
+    the ranks goes back to the samples' own ranks, and the whole bias is added there (paper,
     Figure 6).  Cut by outputs, the samples are gathered, and each rank's channels come back.
 
     Args:
         in_features, out_features, bias: of the whole; sizes need not divide.
         device, dtype: of weight and bias.
-        by_outputs: how it is cut: large vocabularies are, with an embedding that is tied.
+        by_outputs: the axis of the cut: a large vocabulary is cut so, with its tied embedding.
     """
 
     by_outputs: bool
@@ -44,7 +44,7 @@ class DistributedLinear(nn.Linear, DistributedModule):
 
         Args:
             linear: whole, with its weights; they become this rank's slice.
-            by_outputs: how it is cut.
+            by_outputs: the axis of the cut.
         """
         take_class(linear, cls)
         linear._split(by_outputs)  # type: ignore[operator]
@@ -56,7 +56,7 @@ class DistributedLinear(nn.Linear, DistributedModule):
         cut_weights(self, self._slices, cut_bias=by_outputs)
 
     def extra_repr(self) -> str:
-        """The whole module's sizes, and what of the weight this rank has."""
+        """The whole module's sizes, and this rank's part of the weight."""
         return super().extra_repr() + in_words(self.weight)
 
     def forward(
@@ -69,15 +69,15 @@ class DistributedLinear(nn.Linear, DistributedModule):
     ) -> Any:
         """The outputs; with labels, each position's loss in their place.
 
-        Collective over the TP_GROUP.  With labels see
-        ``smp.nn.vocabulary_parallel_cross_entropy``, which calls it so: as a module's call it
-        comes to the rank of the pipeline that has the weights.
+        Collective over the TP_GROUP.  ``smp.nn.vocabulary_parallel_cross_entropy`` calls it
+        with labels: as a call of a module, it comes to the rank of the pipeline with the
+        weights.
 
         Args:
             input: ``[samples, ..., in_features]``; samples may differ by tp_rank.
-            labels: ``[samples, ...]``, the class of each position; for one that is cut by its
+            labels: ``[samples, ...]``, the class of each position; for a weight cut by its
                 outputs.
-            ignore_index: the label of positions that do not count.
+            ignore_index: the label of positions left out.
             label_smoothing: in [0, 1].
             class_weights: ``[classes]``, or ``[own classes]`` on all tp_ranks.
 

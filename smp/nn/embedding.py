@@ -17,7 +17,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
     """``nn.Embedding`` cut along the embedding dimension, or by rows.
 
     The indices of all tp_ranks are gathered and looked up in each rank's slice.  Slices of the
-    vectors then come back to the samples' own ranks; of rows, the sum of what was found.
+    vectors then come back to the samples' own ranks; of rows, the sum of the vectors found.
 
     Args:
         num_embeddings, embedding_dim: of the whole; sizes need not divide.
@@ -31,7 +31,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         vocab_parallel: cut by rows.
         skip_allgather: the indices are those of the whole TP_GROUP already.
         skip_scatter_and_merge: return this rank's slice of the vectors of all samples; of a
-            table that is cut along the embedding dimension.
+            table cut along the embedding dimension.
         device, dtype: of the table.
 
     Shapes: indices ``[samples, ...]``, output ``[samples, ..., embedding_dim]``.
@@ -127,7 +127,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             )
 
     def extra_repr(self) -> str:
-        """The whole module's sizes, and what of the weight this rank has."""
+        """The whole module's sizes, and this rank's part of the weight."""
         return super().extra_repr() + in_words(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         return primitives.gather_alike(found, -1, group.shares(self.embedding_dim))
 
     def _look_up(self, indices: Tensor) -> Tensor:
-        """What this rank's slice has of each index; of rows, zeros where it has none."""
+        """This rank's slice of each index's vector; of rows, zeros for those of other ranks."""
         if self.vocab_parallel:
             self._check(indices)
         if self.max_norm is not None and not group.is_traced():
@@ -209,7 +209,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         return found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
     def _local(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Row numbers in this rank's slice, and which of them are other ranks'."""
+        """Row numbers in this rank's slice, and a mask of the rows of other ranks."""
         local = indices - self._first_row
         return local, (local < 0) | (local >= self.weight.size(0))
 
@@ -244,5 +244,5 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
 def _norm_of_parts(parts: Tensor, norm_type: float) -> Tensor:
     """The norm of each row, from those of its parts ``[parts, rows]``."""
     if norm_type == 0:
-        return parts.sum(0)  # of elements that are not 0
+        return parts.sum(0)  # of nonzero elements
     return torch.linalg.vector_norm(parts, norm_type, 0)

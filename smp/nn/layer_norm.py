@@ -1,4 +1,4 @@
-"""Layer normalisation: of whole channels, and of channels that are split over the TP_GROUP."""
+"""Layer normalisation: of whole channels, and of channels split over the TP_GROUP."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ from smp.tensor_parallel.unused import defined, keep_shape
 
 
 class FusedLayerNorm(nn.LayerNorm):
-    """Layer normalisation in one kernel, which PyTorch's own is.
+    """Layer normalisation in one kernel, PyTorch's own.
 
-    A class of its own, because scripts tell by ``isinstance`` which parameters get no
-    weight decay.
+    The class is separate because scripts exclude its parameters from weight decay by
+    ``isinstance``.
 
     Args:
-        normalized_shape: number of channels, or the last axes that are normalised together.
+        normalized_shape: number of channels, or the last axes, normalised together.
         eps: added to the variance.
         elementwise_affine, bias: whether there are a ``weight`` and a ``bias``.
         device, dtype: of these.
@@ -34,7 +34,7 @@ class FusedLayerNorm(nn.LayerNorm):
 
 
 class DistributedLayerNorm(nn.LayerNorm, DistributedModule):
-    """``nn.LayerNorm`` over channels of which each tp_rank has a slice.
+    """``nn.LayerNorm`` over channels, with a slice on each tp_rank.
 
     The ranks exchange two numbers a token: mean and variance of their own channels; in the
     backward two sums.
@@ -119,7 +119,7 @@ class _SplitNorm(Function):
         out = _normed(wide, mean, rstd)
         if weight is not None and bias is not None:
             out = torch.addcmul(_wide(bias), out, _wide(weight))
-        # What torch's own gives: autocast has it in float32.
+        # The dtype of torch's own: autocast has it in float32.
         out = out if autocast.is_on(x.device) else out.to(x.dtype)
         keep_shape(ctx, out)
         return out, new_token()

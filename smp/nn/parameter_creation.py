@@ -1,4 +1,4 @@
-"""Parameters of users' own distributed modules: whose samples they see, how they are cut."""
+"""Parameters of users' own distributed modules: their samples, and their cuts."""
 
 import contextlib
 import math
@@ -19,12 +19,12 @@ def parameter_creation_scope(
     use_normal: bool = False,
     initializer_range: float = 0.02,
 ) -> Iterator[None]:
-    """Parameters that the module gets inside see the samples of the whole TP_GROUP.
+    """Parameters created inside see the samples of the whole TP_GROUP.
 
     Args:
         module: a ``smp.nn.DistributedModule`` in construction.
         scaled_batch: False: they see this rank's own samples.
-        dtype: of what is created inside; None: the default.
+        dtype: of the parameters created inside; None: the default.
         use_normal: weights are drawn from a normal distribution with standard deviation
             ``initializer_range``, and biases are zero.
 
@@ -52,7 +52,7 @@ def parameter_creation_scope(
 
 @contextlib.contextmanager
 def initialize_with_input_partition(module: nn.Module) -> Iterator[None]:
-    """Weights ``[out, in]`` that the module gets inside are cut along their inputs.
+    """Weights ``[out, in]`` created inside are cut along their inputs.
 
     They are scaled as if they had been drawn for the whole number of inputs.  Collective over
     the TP_GROUP.
@@ -73,7 +73,7 @@ def initialize_with_input_partition(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def initialize_with_output_partition(module: nn.Module) -> Iterator[None]:
-    """Weights ``[out, in]`` and biases that the module gets inside are cut along their outputs.
+    """Weights ``[out, in]`` and biases created inside are cut along their outputs.
 
     Collective over the TP_GROUP.
 

@@ -1,1 +1,1 @@
-"""Which rank gets which module: tracing, the decision, and ways to look at it."""
+"""The rank of each module: tracing, the decision, and ways to look at it."""

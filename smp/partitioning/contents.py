@@ -1,4 +1,4 @@
-"""What is in a value that can change while it stays the same object.
+"""The content of a value that can change while it stays the same object.
 
 Lists, dicts, sets and tuples, fields of plain objects, tensors and NumPy arrays, however
 nested.  Two contents are compared without another copy of any data: tensors by their
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from smp.partitioning import restore
 
-_MOST = 4096  # elements of one value that are looked into
+_MOST = 4096  # elements of one value, looked into at most
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class Content(tuple):
-    """The elements of something that can change."""
+    """The elements of a changeable value."""
 
 
 class _Looking:
-    """One look at a value: what it has come by."""
+    """One look at a value: the objects met so far."""
 
     __slots__ = ("left", "seen")
 
@@ -33,7 +33,7 @@ class _Looking:
 
 
 def content_of(value: Any) -> Any:
-    """What is in it now; the value itself where that cannot change, or is not seen."""
+    """The value's content now; the value itself where it cannot change or is opaque."""
     return _content(value, 0, _Looking())
 
 
@@ -62,7 +62,7 @@ def _content(value: Any, depth: int, looking: _Looking) -> Any:
 
 
 def _all(values: Collection[Any], depth: int, looking: _Looking) -> Content:
-    """How many they are, and what is in the first ones."""
+    """The number of the values, and the content of the first ones."""
     first = []
     for one in values:
         if looking.left <= 0:
@@ -84,7 +84,7 @@ def is_the_same(a: Any, b: Any) -> bool:
 
 
 def can_change(value: Any) -> bool:
-    """Whether code may change what is in it without setting an attribute."""
+    """Whether code may change the value's content without setting an attribute."""
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
     kind = restore.kind_of(value)

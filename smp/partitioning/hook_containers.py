@@ -1,4 +1,4 @@
-"""Containers of the script in which hooks of modules keep tensors, as feature extraction does.
+"""Containers of the script with tensors from hooks of modules, as in feature extraction.
 
 One process runs a microbatch to its end before a hook fills the container again.
 """
@@ -15,23 +15,22 @@ from smp.partitioning.restore import OBJECT, kind_of
 
 
 def of_module(module: nn.Module) -> Iterator[Callable[[], Any]]:
-    """What the script's hooks of its forward can reach and change; each call gives its value
-    at the time."""
+    """Changeable values within reach of the script's hooks of its forward, each by a call."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for hook in hooks.values():
             if not str(getattr(hook, "__module__", "")).startswith(("torch.", "smp.")):
-                yield from _reachable(hook)
+                yield from of_hook(hook)
 
 
-def _reachable(hook: Callable) -> Iterator[Callable[[], Any]]:
-    """A function's arguments, closure and globals, its object, or the object that is called."""
+def of_hook(hook: Callable) -> Iterator[Callable[[], Any]]:
+    """A function's arguments, closure and globals, its object, or the object called."""
     if isinstance(hook, partial):
         for held in (*hook.args, *hook.keywords.values()):
             yield partial(_itself, held)
-        yield from _reachable(hook.func)
+        yield from of_hook(hook.func)
     elif isinstance(hook, types.MethodType):
         yield partial(_itself, hook.__self__)
-        yield from _reachable(hook.__func__)
+        yield from of_hook(hook.__func__)
     elif isinstance(hook, types.FunctionType):
         for held in (*(hook.__defaults__ or ()), *(hook.__kwdefaults__ or {}).values()):
             yield partial(_itself, held)
@@ -55,7 +54,7 @@ def _content_of(cell: types.CellType) -> Any:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether it is a tensor, or has some in it or in its fields."""
+    """Whether the value is a tensor, or has some in it or in its fields."""
     if isinstance(value, nn.Module):
         return False  # its attributes are seen as such
     if kind_of(value) == OBJECT:

@@ -1,6 +1,6 @@
-"""The operators of a run that is traced: what they use, produce, draw and write.
+"""The operators of a traced run: their uses, results, draws and writes.
 
-The recorder (``smp/partitioning/tracing.py``) says which modules run.  On meta tensors the
+The recorder (``smp/partitioning/tracing.py``) knows the running modules.  On meta tensors the
 operators' arguments are replaced here.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _place_of_group(schema: Any) -> tuple[int, str] | None:
-    """Which argument of a collective of torch.distributed is its group; None: it is no such."""
+    """The argument with the group of a collective of torch.distributed; None: no collective."""
     if "c10d" in schema.name.partition("::")[0]:
         for place, argument in enumerate(schema.arguments):
             if argument.name in ("process_group", "group_name"):
@@ -35,7 +35,7 @@ def _group_of(place: tuple[int, str], args: tuple, kwargs: dict) -> dist.Process
 
 
 class _Kind:
-    """What the schema of an operator says, looked up once."""
+    """An operator's schema, looked up once."""
 
     __slots__ = ("fresh", "group", "random", "writes")
 
@@ -66,13 +66,15 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.recorder = recorder
         self.kinds: dict[Any, _Kind] = {}
-        self.own: set[int] = set()  # storages that were made during the run
+        self.own: set[int] = set()  # storages made during the run
         self.valued: set[int] = set()  # ... by _made_on_meta, with values
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would load dynamo (two seconds) only to keep it away from this mode, which
-        compiled code never meets."""
+        """Torch would load dynamo (two seconds) only to keep it away from this mode.
+
+        Compiled code never meets this mode.
+        """
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -117,17 +119,16 @@ class Operators(TorchDispatchMode):
                     frame.used.add(parameter)
 
     def _whose_data(self, tensor: Tensor) -> int | None:
-        """The id of the parameter ``p`` where the tensor is ``p.data``, which autograd does
-        not know of."""
+        """The id of the parameter ``p`` where the tensor is ``p.data``, unknown to autograd."""
         if tensor.requires_grad or tensor.layout is not torch.strided or tensor._is_view():
             return None
         try:
             return self.recorder.memory_of.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # it has none
+        except (NotImplementedError, RuntimeError):  # no storage
             return None
 
     def _note_written(self, tensor: Tensor) -> None:
-        """A parameter that an operator writes into changes."""
+        """A parameter changes by an operator's write."""
         parameters = self.recorder.parameter
         parameter = parameters.get(id(tensor), self._whose_data(tensor))
         if parameter is not None:
@@ -148,7 +149,7 @@ class Operators(TorchDispatchMode):
             return True
 
     def _count(self, frame: "Frame", output: Any) -> None:
-        """Add what an operator produced to the innermost module."""
+        """Count the results of an operator for the innermost module."""
         for tensor in output if isinstance(output, (list, tuple)) else (output,):
             if isinstance(tensor, Tensor):
                 if frame.number >= 0:
@@ -159,7 +160,7 @@ class Operators(TorchDispatchMode):
                     self.own.add(tensor.untyped_storage()._cdata)
 
     def _run_random(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Run an operator that may draw, and mark the modules that run if it does."""
+        """Run an operator that may draw, and mark the running modules if it does."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator):
                 self.recorder.restore.keep_generator(value)
@@ -189,7 +190,7 @@ class Operators(TorchDispatchMode):
         return first.numel() > 0
 
     def _made_on_meta(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What a model makes on the device of its parameters, or moves there.
+        """Tensors made by a model on the device of its parameters, or moved there.
 
         Integers and bools keep their values, on the CPU: a model may look at its masks.
         """

@@ -1,7 +1,7 @@
-"""Deciding on which rank of the PP_GROUP each module of a model sits.
+"""The decision on the rank of the PP_GROUP for each module of a model.
 
-Turns a model, and what tracing saw of it, into the flat arrays that
-``csrc/partition`` decides about, and holds what the user pinned.
+A model and its trace become the flat arrays of ``csrc/partition``; the user's pins are kept
+here.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class PartitionError(ValueError):
 # ------------------------------------------------------------------------------ pinning
 
 _PIN = "_smp_partition"  # in a module's __dict__: its pin, copied and pickled with it
-_TOGETHER = "_smp_together"  # likewise: it sits with all that is in it
+_TOGETHER = "_smp_together"  # likewise: the module has one rank with all in it
 
 _innermost: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "smp.partition", default=None
@@ -97,12 +97,12 @@ def set_partition(module: nn.Module, partition: int) -> None:
 
 
 def keep_together(module: nn.Module) -> None:
-    """Have a module sit on one partition with all modules in it."""
+    """Keep a module on one partition with all modules in it."""
     module.__dict__[_TOGETHER] = True
 
 
 def hand_on_pin(module: nn.Module, new: nn.Module, path: str) -> None:
-    """Have what takes a module's place sit where the module was pinned, with all in it.
+    """Put the module in another's place where the other was pinned, with all in it.
 
     Args:
         path: the module's.
@@ -123,15 +123,21 @@ def hand_on_pin(module: nn.Module, new: nn.Module, path: str) -> None:
             inner.__dict__[_PIN] = pin
 
 
+def inherit_pin(module: nn.Module, new: nn.Module) -> None:
+    """Put the new module where the replaced one was pinned, unless it has a pin of its own."""
+    if _PIN in module.__dict__:
+        new.__dict__.setdefault(_PIN, module.__dict__[_PIN])
+
+
 def pin_of(module: nn.Module) -> int | None:
-    """The partition that the module itself is pinned to."""
+    """The partition of the module's own pin."""
     pin = module.__dict__.get(_PIN)
     return None if pin is None else pin.partition
 
 
 @contextlib.contextmanager
 def partition(index: int) -> Iterator[None]:
-    """Pin the modules that are created inside to a partition; the innermost wins.
+    """Pin the modules created inside to a partition; the innermost wins.
 
     Copies and unpickled modules count as created.
 
@@ -162,7 +168,7 @@ def _pin_created(module: nn.Module) -> None:
 
 
 class Partition:
-    """Which rank of the PP_GROUP each module sits on, and what each costs.
+    """The rank of the PP_GROUP for each module, and each module's cost.
 
     Attributes:
         degree: number of partitions.
@@ -172,12 +178,11 @@ class Partition:
         classes: class name of each module.
         parameters: number of elements of the parameters of each module itself, one
             shared with an earlier module counting there.
-        own_costs: each module's part of the model's cost, which is 1, without the
-            modules in it.
-        order: position of each module's first execution; -1: not known.
-        costs: by rank, the cost of what sits there.
-        kept_bytes: what autograd keeps for each module's own backward of one microbatch;
-            empty where that was not measured.
+        own_costs: each module's part of the model's cost of 1, without the modules in it.
+        order: position of each module's first execution; -1: unknown.
+        costs: by rank, the cost of its modules.
+        kept_bytes: autograd's memory for each module's own backward of one microbatch; empty
+            where not measured.
         hash: 64 bits of paths and ranks, for the ranks to compare.
     """
 
@@ -236,7 +241,7 @@ class Partition:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> "Partition":
-        """The partition that :meth:`to_bytes` wrote.
+        """The partition written by :meth:`to_bytes`.
 
         Raises:
             ValueError: the bytes are something else, or were changed on the way.
@@ -271,17 +276,17 @@ def make_partition(
 
     Args:
         root: the model.
-        trace: what tracing saw of it, or None: then the order of definition counts, and
-            neither activations nor times do.
+        trace: its traced run, or None: then the order of definition counts, and neither
+            activations nor times do.
         degree: number of partitions.
         memory_weight: the paper's alpha: 1 balances memory, 0 computation.
-        default: partition of what is not pinned, when ``auto`` is false.
-        auto: decide about what is not pinned.
-        homes: by id of a module, parameter or buffer, where another model has it.
+        default: partition of modules without a pin, when ``auto`` is false.
+        auto: decide about modules without a pin.
+        homes: by id of a module, parameter or buffer, its place in another model.
 
     Raises:
-        PartitionError: pins that are out of range, or contradict a shared parameter or another
-            model's place of what is in both.
+        PartitionError: pins out of range, or at odds with a shared parameter or with another
+            model's place for a shared part.
         ValueError: ``degree``, ``memory_weight`` or ``default`` is out of range.
     """
     if degree < 1:
@@ -323,8 +328,8 @@ def make_partition(
             device, _, own_cost, cost = decide()
             break
         except _core.PartitionConflict as conflict:
-            # A pin is the user's word, a use is what one traced run showed: a parameter
-            # that is passed as an argument is used by a module that can be elsewhere.
+            # A pin is the user's word, a use is the finding of one traced run: a parameter
+            # passed as an argument is used by a module that can be elsewhere.
             if not model.drop_uses(*conflict.args):
                 raise PartitionError(model.explain_conflict(pins, *conflict.args)) from None
     out = Partition(
@@ -417,7 +422,7 @@ class _FlatModel:
         self.use_parameter.append(self.parameter_of[id(parameter)])
 
     def _collect_uses(self, root: nn.Module, trace: Trace | None) -> None:
-        """Add who uses parameters that it does not own."""
+        """Add the modules' uses of parameters that they do not own."""
         for number, module in enumerate(self.modules):
             for parameter in _used_without_a_call(module):
                 self._add_use(number, parameter)
@@ -434,11 +439,11 @@ class _FlatModel:
                     self._add_use(number, named[name])
 
     def _collect_inseparable(self, trace: Trace | None) -> None:
-        """Modules that stay together use one parameter more, of no size.
+        """Modules kept together use one parameter more, of no size.
 
-        So do a module and those that an autograd function of its may call again in the
-        backward, which read what their forwards set; and a module and those that it calls and
-        that hook a tensor of both.
+        So do a module and the modules called again by its autograd function in the backward:
+        these read attributes set by their forwards.  So do a module and the modules called by
+        it with hooks on a tensor of both.
         """
         together = [
             [self.number_of[id(inside)] for inside in module.modules()]
@@ -456,9 +461,9 @@ class _FlatModel:
             self.parameter_bytes.append(0)
 
     def _collect_buffers(self, root: nn.Module, trace: Trace) -> None:
-        """Number the buffers that change and are several modules', as parameters.
+        """Number the changing buffers of several modules, as parameters.
 
-        One that does not change is alike on all ranks.
+        A buffer without changes is alike on all ranks.
         """
         named = dict(root.named_buffers(remove_duplicate=False))
         users: dict[int, set[int]] = {}
@@ -478,7 +483,7 @@ class _FlatModel:
                     self._add_use(module, named[names[buffer]])
 
     def drop_uses(self, a: int, b: int) -> bool:
-        """Forget which parameters the two modules use without owning them; False: none."""
+        """Forget the two modules' uses of parameters that they do not own; False: none."""
         kept = [
             (module, parameter)
             for module, parameter in zip(self.use_module, self.use_parameter, strict=True)
@@ -500,8 +505,8 @@ class _FlatModel:
     def pins(self, degree: int, auto: bool) -> array:
         """Each module's pin for the core.
 
-        Without ``auto`` a module that was created outside every ``smp.partition``
-        belongs to the default partition, wherever it was registered later.
+        Without ``auto`` a module created outside every ``smp.partition`` belongs to the default
+        partition, wherever it was registered later.
         """
         out = array("i")
         inherited: dict[int, bool] = {0: False}  # by a set_partition above
@@ -523,12 +528,12 @@ class _FlatModel:
         return out
 
     def pin_shared(self, pins: array, homes: Mapping[int, "Home"]) -> None:
-        """Pin what another model has, too, to where that has it.
+        """Pin parts shared with another model to their rank there.
 
-        What is in a module that only has such a parameter is pinned as without it.
+        Modules inside one with only a shared parameter are pinned as without it.
 
         Raises:
-            PartitionError: it is pinned elsewhere here, or two such are apart there.
+            PartitionError: a shared part is pinned elsewhere here, or two such are apart there.
         """
         users = self._inherited(pins)
         in_part: set[int] = set()
@@ -555,8 +560,7 @@ class _FlatModel:
     def _check_homes(self, number: int, pins: array, pin: int, found: list["Home"]) -> None:
         """
         Raises:
-            PartitionError: what a module has is not on the rank that it is pinned to, or not
-                on one.
+            PartitionError: a module's shared parts are not on its pinned rank, or not on one.
         """
         wanted = found[0].rank if pin < 0 else pin
         other = next((home for home in found if home.rank != wanted), None)
@@ -572,7 +576,7 @@ class _FlatModel:
         )
 
     def explain_conflict(self, pins: array, a: int, b: int) -> str:
-        """The message for two pinned modules that share a parameter."""
+        """The message for two pinned modules with a common parameter."""
         uses: dict[int, set[int]] = {a: set(), b: set()}
         for module, parameter in zip(self.use_module, self.use_parameter, strict=True):
             if module in uses:
@@ -594,7 +598,7 @@ class _FlatModel:
         )
 
     def _pinned(self, pins: array, module: int) -> str:
-        """A module with its pin, and with the module that it has it from."""
+        """A module with its pin, and with the pin's source."""
         at = module
         while pins[at] < 0:
             at = self.first_parent[at]
@@ -606,8 +610,7 @@ class _FlatModel:
 
 
 def _used_without_a_call(module: nn.Module) -> list[Tensor]:
-    """Parameters of other modules that this one is known to use itself, so that a
-    partition without tracing keeps them together."""
+    """Parameters of other modules, known to be used by this one without a call."""
     out: list[Tensor] = []
     for child in module._modules.values():
         if isinstance(child, (nn.ParameterList, nn.ParameterDict)):

@@ -1,4 +1,4 @@
-"""A partition as an SVG picture, an icicle: the root on top, what a module holds below
+"""A partition as an SVG picture, an icicle with the root on top.  A module's children are below
 it, in execution order; width is cost, colour is rank.
 
 The file stands alone, and follows the reader's light or dark colour scheme.
@@ -18,7 +18,7 @@ _MARGIN = 28.0
 _ROW = 26.0
 _DEEPEST = 10  # rows
 _THINNEST = 1.0  # a narrower module is not drawn
-_FADE = 0.17  # for each level inside what sits on one rank: the parts matter less there
+_FADE = 0.17  # for each level inside a part of one rank: the parts matter less there
 _LETTER = 6.4  # width of one in the labels
 _COLUMNS = 8  # of the legend
 _TRACK = 1.25  # length of a rank's track to the longest bar: a cost is no share of a limit
@@ -53,7 +53,7 @@ def colour(rank: int) -> str:
     """The fill of a rank, ``#rrggbb``; neighbours differ clearly."""
     if rank < len(_COLOURS):
         return _COLOURS[rank]
-    hue = rank * 0.61803398875 % 1.0  # golden angle: never near the ones just before
+    hue = rank * 0.61803398875 % 1.0  # golden angle: never near the last few
     light = (0.42, 0.55, 0.68)[rank % 3]
     rgb = colorsys.hls_to_rgb(hue, light, 0.5)
     return "#" + "".join(f"{round(v * 255):02X}" for v in rgb)
@@ -147,7 +147,7 @@ def _icicle(root: Part, top: float) -> tuple[list[str], float]:
             out += _box(part, x, top + depth * _ROW, width, strength)
             if len(part.ranks) == 1:
                 strength = max(strength - _FADE, 0.35)
-            # Stable: what never ran keeps its place behind the rest.
+            # Stable: modules that never ran keep their place behind the rest.
             for child in sorted(part.parts, key=lambda p: p.order if p.order >= 0 else 1 << 62):
                 if child.cost * scale >= _THINNEST:
                     below.append((child, x, child.cost * scale, strength))
@@ -193,7 +193,7 @@ def _box(part: Part, x: float, y: float, width: float, strength: float) -> list[
 
 
 def _fitted(part: Part, room: float) -> str:
-    """The longest label that fits: name and class, the name, or nothing."""
+    """The longest fitting label: name and class, the name, or nothing."""
     for label in (f"{part.label} · {part.kind}", part.label):
         if len(label) * _LETTER <= room:
             return label

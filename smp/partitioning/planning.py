@@ -26,28 +26,27 @@ def plan(
     trace_memory_usage: bool = False,
     **kwargs: Any,
 ) -> PartitionReport:
-    """How ``module`` would be partitioned, without ``smp.init`` and in this process alone.
+    """The partition of ``module``, without ``smp.init`` and in this process alone.
 
     Args:
         module: the model; on the meta device it takes no memory, whatever its size.
-        args, kwargs: what it is called with, a whole batch; real or meta tensors.
-            Without any the model is not run: the order of definition counts then, and
-            activations do not.
+        args, kwargs: of the module's call, a whole batch; real or meta tensors.  Without any
+            the model is not run: the order of definition counts then, and activations do not.
         pipeline_parallel_degree: number of partitions.
         memory_weight: the paper's alpha: 1 balances memory, 0 computation.
-        microbatches: number of pieces that a step cuts the batch into; the model is
-            run on the first one.
-        tensor_parallel_degree: number of ranks that marked modules are split over; parameters
-            and costs are then those of tp_rank 0, which has the largest slices.
-        trace_memory_usage: measure what autograd keeps for each module's backward; that is
-            shown, and counts as its memory.
+        microbatches: number of pieces in a step's cut of the batch; the model is run on the
+            first one.
+        tensor_parallel_degree: number of ranks for the split of marked modules; parameters and
+            costs are then those of tp_rank 0, with the largest slices.
+        trace_memory_usage: measure autograd's memory for each module's backward; the report
+            shows it, and it counts as the module's memory.
 
     Returns:
         a :class:`smp.partitioning.report.PartitionReport`.
 
     Raises:
-        PartitionError: pins that are out of range or contradict a shared parameter.
-        ValueError: a number is out of range, or the batch is one that a step refuses.
+        PartitionError: pins out of range, or at odds with a shared parameter.
+        ValueError: a number is out of range, or the batch is refused as in a step.
         RuntimeError: the model is on the meta device and cannot run there.
     """
     if tensor_parallel_degree < 1:

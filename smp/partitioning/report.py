@@ -29,12 +29,12 @@ class PartitionReport:
     """A partition to look at: ``print(report)``, ``report.svg("partition.svg")``.
 
     Attributes:
-        partition: what is shown.
-        costs: by rank, the cost of what sits there; they add up to 1.
-        split: what became of the modules that tensor parallelism was to split: path, class
-            name, and why it was left whole ("" if it was not).
-        gathered: by path of a split weight, how often its uses without its module's call have
-            gathered it on this rank.
+        partition: the one shown.
+        costs: by rank, the cost of its modules; they add up to 1.
+        split: the outcomes of tensor parallelism's splits: path, class name, and the reason for
+            a whole module ("" if split).
+        gathered: by path of a split weight, the number of its gathers on this rank for uses
+            without its module's call.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class PartitionReport:
             raise KeyError(f"smp: the partition has no module {name!r}") from None
 
     def __str__(self) -> str:
-        """The tree down to what sits on one rank, and what each rank has."""
+        """The tree down to parts of one rank, and each rank's share."""
         return self.text()
 
     def text(self, everything: bool = False) -> str:
         """The tree as text, a line for each module or run of modules alike.
 
         Args:
-            everything: go into what sits on one rank, too.
+            everything: go into parts of one rank, too.
         """
         root = tree(self.partition)
         collapse(root)
@@ -114,11 +114,11 @@ class PartitionReport:
         return rows
 
     def _kept(self, text: str) -> tuple[str, ...]:
-        """A cell, if what autograd keeps was measured."""
+        """A cell, if autograd's memory was measured."""
         return (text,) if self.partition.kept_bytes else ()
 
     def _split_lines(self) -> list[str]:
-        """How many modules of each class are split, and why others are not."""
+        """The number of split modules of each class, and the reasons for whole ones."""
         if not self.split:
             return []
         counts = Counter(kind for _, kind, reason in self.split if not reason)
@@ -139,21 +139,21 @@ class PartitionReport:
         """Write the tree as a picture: width is cost, colour is rank, top is the root.
 
         Args:
-            path: of the file, which is replaced.
+            path: of the file, replaced if it exists.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         with open(path, "w", encoding="utf-8") as file:
             file.write(self._repr_svg_())
 
     def _repr_svg_(self) -> str:
-        """The picture, which notebooks show for a report."""
+        """The picture, for notebooks."""
         return picture(self.partition, tree(self.partition))
 
 
 def _ranks(part: Part) -> str:
-    """``3``, or ``0 (of 0-3)`` for a module that holds others on other ranks."""
+    """``3``, or ``0 (of 0-3)`` for a module with others on other ranks in it."""
     if len(part.ranks) == 1:
         return str(part.rank)
     runs: list[list[int]] = []

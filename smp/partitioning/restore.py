@@ -1,9 +1,9 @@
-"""Taking back what a forward pass leaves behind.
+"""Undoing the marks of a forward pass.
 
-Tracing runs the user's model once before training begins, and nothing may tell
-afterwards that it did: random number generators, buffers, gradients and whether parameters
-require them, attributes of the modules, the containers and NumPy arrays in them and in what
-was passed in, and every tensor that an operator wrote into are put back.
+Tracing runs the user's model once before training begins, without a lasting mark.  Random
+number generators, buffers, gradients, parameters' requires_grad and attributes of the modules
+are put back.  So are the containers and NumPy arrays in modules and arguments, and every tensor
+written by an operator.
 """
 
 import collections
@@ -22,9 +22,9 @@ from torch.nn.parameter import is_lazy
 
 from smp.execution import accelerator
 
-DEEPEST = 8  # levels of nested containers that are looked at
+DEEPEST = 8  # levels of nested containers to look at
 
-# How things are looked at, by type.
+# Ways to look at things, by type.
 LEAF, OBJECT, TUPLE, DICT, LIST = range(1, 6)
 _kind_of_type: dict[type, int] = {}
 
@@ -53,42 +53,44 @@ class Restore:
     """A context; on leaving it, also by an exception, the state is as on entering.
 
     Args:
-        roots: modules whose whole trees are watched.
+        roots: modules, watched with their whole trees.
 
-    Call :meth:`watch` for further objects and :meth:`before_write` before an operator
-    writes into tensors that existed before.
+    Call :meth:`watch` for further objects and :meth:`before_write` before an operator writes
+    into earlier tensors.
     """
 
     def __init__(self, roots: Iterable[nn.Module]):
         self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
         self._containers: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
-        self._seen: dict[int, Any] = {}  # keeps the objects, so that ids stay theirs
+        self._seen: dict[int, Any] = {}  # keeps the objects, and so their ids
         self._written: list[tuple[Tensor, Tensor]] = []
         self._writes: set[tuple] = set()
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     def __enter__(self) -> "Restore":
         self._random = _random_states()
-        self._grads = [
-            (p, p.grad, p.requires_grad)
-            for m in self._modules
-            for p in m._parameters.values()
-            if p is not None
-        ]
-        self._buffers = [
-            (m, name, b, None if b.is_meta or is_lazy(b) else b.detach().clone())
-            for m in self._modules
-            for name, b in m._buffers.items()
-            if b is not None
-        ]
+        self._grads: list[tuple[nn.Parameter, Tensor | None, bool]] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor | None]] = []
         self._lazy_norms: list[Any] = []
         for module in self._modules:
-            if not isinstance(module, LazyModuleMixin):  # materializing it must last
-                self.watch(module.__dict__)
-            elif isinstance(module, _NormBase) and module.has_uninitialized_params():
-                self._lazy_norms.append(module)
+            self.watch_module(module)
         return self
+
+    def watch_module(self, module: nn.Module) -> None:
+        """Remember what a module has, without those in it."""
+        self._grads += [
+            (p, p.grad, p.requires_grad) for p in module._parameters.values() if p is not None
+        ]
+        self._buffers += [
+            (module, name, b, None if b.is_meta or is_lazy(b) else b.detach().clone())
+            for name, b in module._buffers.items()
+            if b is not None
+        ]
+        if not isinstance(module, LazyModuleMixin):  # materializing it must last
+            self.watch(module.__dict__)
+        elif isinstance(module, _NormBase) and module.has_uninitialized_params():
+            self._lazy_norms.append(module)
 
     def __exit__(self, *exception: object) -> None:
         for container, content in reversed(self._containers):
@@ -112,14 +114,14 @@ class Restore:
         for generator, state in self._generators.values():
             generator.set_state(state)
         _set_random_states(self._random)
-        # Whoever keeps this one keeps none of the model's: nn.LSTM's weak references to its
+        # A kept Restore keeps none of the model's objects: nn.LSTM's weak references to its
         # parameters are in a list, and with them those cannot be moved to a device.
         self._containers.clear()
         self._arrays.clear()
         self._seen.clear()
 
     def changed_buffers(self, module: nn.Module) -> list[str]:
-        """Names of the module's own buffers that differ from those on entering."""
+        """Names of the module's own buffers, different from those on entering."""
         return [
             name
             for owner, name, buffer, before in self._buffers
@@ -156,10 +158,10 @@ class Restore:
                 self.watch(value, depth + 1)
 
     def before_write(self, tensor: Tensor) -> None:
-        """Keep a copy of a tensor that is about to be written into, the first time."""
+        """Keep a copy of a tensor before the first write into it."""
         if tensor.is_meta:
             return
-        key: tuple = (id(tensor),)  # _written keeps it, so that the id stays its own
+        key: tuple = (id(tensor),)  # _written keeps the tensor, and so its id
         if tensor.layout is torch.strided:
             key = (
                 tensor.untyped_storage()._cdata,
@@ -172,7 +174,7 @@ class Restore:
             self._written.append((tensor, tensor.detach().clone()))
 
     def expect(self, earlier: "Restore") -> None:
-        """Keep at once what an earlier, equal run wrote into or drew from."""
+        """Keep at once the tensors and generators written or used by an earlier, equal run."""
         for tensor, _ in earlier._written:
             self.before_write(tensor)
         for generator, _ in earlier._generators.values():
@@ -185,7 +187,7 @@ class Restore:
 
 
 def kind_of(thing: Any) -> int:
-    """How it is looked at: one of ``LEAF``, ``OBJECT``, ``TUPLE``, ``DICT`` and ``LIST``."""
+    """The way to look at it: one of ``LEAF``, ``OBJECT``, ``TUPLE``, ``DICT`` and ``LIST``."""
     return _kind_of_type.get(type(thing)) or _learn_kind(type(thing))
 
 
@@ -202,13 +204,13 @@ def _learn_kind(type_: type) -> int:
 
 
 def is_array(thing: Any) -> bool:
-    """Whether it is NumPy's."""
+    """Whether the thing is NumPy's."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(thing, numpy.ndarray)
 
 
 def _can_be_kept(thing: Any) -> bool:
-    """Whether it is an array that may change, and in memory: a mapped file may be larger."""
+    """Whether the thing is a changeable array in memory: a mapped file may be larger."""
     if not is_array(thing) or not thing.flags.writeable:
         return False
     while is_array(thing) and not isinstance(thing, sys.modules["numpy"].memmap):
@@ -242,7 +244,7 @@ def _reach(tensor: Tensor) -> int:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether elements may share memory, of a tensor that is not expanded."""
+    """Whether elements of a tensor without expanded axes may share memory."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -256,7 +258,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.layout is not b.layout:
         return False
     pairs = zip(parts_of(a), parts_of(b), strict=True)
-    # What is no number is the same where its bits are.
+    # NaNs are the same where their bits are.
     return all(torch.equal(x, y) or torch.equal(_bits(x), _bits(y)) for x, y in pairs)
 
 
@@ -265,7 +267,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The strided tensors that hold what a tensor has."""
+    """The strided tensors inside a tensor of any layout."""
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:
@@ -278,7 +280,7 @@ def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _holds_still(container: Any, content: Any) -> bool:
-    """Whether a container has the very objects that it had."""
+    """Whether a container has its very objects of before."""
     if len(container) != len(content):
         return False
     if not isinstance(container, dict):
@@ -290,7 +292,7 @@ def _holds_still(container: Any, content: Any) -> bool:
 
 
 def _base_of(container: dict) -> Any:
-    """Whose methods are those of any dict: ModelOutput and others forbid theirs."""
+    """A class with a plain dict's methods: ModelOutput and others forbid their own."""
     if isinstance(container, collections.OrderedDict):
         return collections.OrderedDict
     return dict

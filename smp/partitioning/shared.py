@@ -1,7 +1,6 @@
-"""Modules and parameters that several models have.
+"""Modules and parameters of several models.
 
-A module is on one rank, and so is a parameter: where one model has them, there the others
-have them, too.
+A module is on one rank, and so is a parameter: its rank in one model is its rank in the others.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Home(NamedTuple):
-    """Where something of a model is."""
+    """The place of a part of a model."""
 
     kind: str  # "module", "parameter" or "buffer"
     name: str  # its path there, and the model
@@ -30,7 +29,7 @@ class Home(NamedTuple):
         return f"{self.kind} {self.name} in another DistributedModel, {where}"
 
 
-# By id of a module, a parameter or a buffer that changes.
+# By id of a module, a parameter or a changing buffer.
 Homes = dict[int, Home]
 
 
@@ -40,12 +39,12 @@ def homes_in(
     changing: Mapping[str, Iterable[str]] | None = None,
     pinned: bool = False,
 ) -> Homes:
-    """What is where in a model.
+    """The places of a model's parts.
 
     Args:
-        rank_of: pp_rank by path; modules without one have no home, nor have those that run
-            where they are called.
-        changing: by path, names of the module's buffers that its forward changes.
+        rank_of: pp_rank by path; modules without one, or run on their caller's rank, have no
+            home.
+        changing: by path, names of the module's buffers changed by its forward.
         pinned: the ranks are the user's.
     """
     homes: Homes = {}
@@ -69,7 +68,7 @@ def homes_in(
 
 
 def homes_of(models: Iterable["DistributedModel"]) -> Homes:
-    """What is where in models that have been partitioned; the first one's word counts."""
+    """The places of partitioned models' parts; the first one's word counts."""
     homes: Homes = {}
     for one in models:
         if one._smp_decision is not None:
@@ -79,7 +78,7 @@ def homes_of(models: Iterable["DistributedModel"]) -> Homes:
 
 
 def pinned_homes(models: Iterable["DistributedModel"]) -> Homes:
-    """What the user has pinned in models that have not been partitioned, with all in it."""
+    """The pinned parts of models not yet partitioned, with all in them."""
     homes: Homes = {}
     for one in models:
         ranks: dict[str, int] = {}

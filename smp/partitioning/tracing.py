@@ -1,7 +1,7 @@
-"""One forward run of a model that records what the partition needs to know.
+"""One forward run of a model, recorded for the partition.
 
-For each module: when and how often it ran, how long, how many bytes of activations it
-produced, which parameters operators used while it ran.  The run leaves no mark
+For each module: the place and number of its executions, their time, the bytes of activations
+produced, and the parameters used by operators meanwhile.  The run leaves no mark
 (``smp/partitioning/restore.py``), and can be made on meta tensors, without memory or
 arithmetic.
 """
@@ -26,17 +26,17 @@ from torch.utils import _pytree as pytree
 
 from smp.collectives.operation import watching
 from smp.execution import compiled_code
-from smp.partitioning import hook_containers, twins
+from smp.partitioning import first_forward, hook_containers, twins
 from smp.partitioning.contents import can_change, content_of, is_the_same
 from smp.partitioning.operators import Operators
 from smp.partitioning.restore import Restore, parts_of
 from smp.tensor_parallel.split_parameters import is_plain
 
-_PATIENCE_S = 2.0  # a run that takes longer says how far it is
+_PATIENCE_S = 2.0  # a longer run shows its progress
 _NOTE_EVERY_S = 0.5
-# By name: the value of an attribute, and what a comparison needs of it.
+# By name: the value of an attribute, and its content for comparison.
 _Attributes = dict[str, tuple[Any, Any]]
-# Hears who calls a collective ("module 'a' (Norm)"), and over which ranks.
+# Hears the caller of a collective ("module 'a' (Norm)"), and its ranks.
 CheckCollective = Callable[[str, list[int]], None]
 _NEVER: tuple[Any, Any] = (object(), object())
 
@@ -53,50 +53,49 @@ _NOT_SEEN = _OF_TORCH - {"training"} | {"__dict__", "__class__"}
 
 @dataclasses.dataclass(slots=True)
 class ModuleTrace:
-    """What one module did during the traced run.
+    """One module in the traced run.
 
     Attributes:
         first: position of its first execution among all executions; -1: it never ran.
         executions: how often it ran.
-        seconds: time of its forward over all executions, without that of the modules
-            it called; 0.0 unless times were asked for.
-        total_seconds: the same with the modules it called.
-        activation_bytes: bytes of all tensors that operators produced anew while it was
-            the innermost running module, over all executions.  Views and the results of
-            in-place operators are not new.
-        kept_bytes: bytes of memory that autograd keeps for backward because of what ran
-            while it was the innermost running module, parameters and buffers left out; each
-            piece of memory counts for the module that needs it first.  What a checkpoint
-            makes again is not kept.  0 unless memory was asked for.
-        input_bytes, output_bytes: bytes of the tensors among its arguments, and in what
-            it returned, for the execution that had most.
-        parameters: names of the parameters that operators used while it was the
-            innermost running module, or that it passed to modules it called.  A read of
-            ``weight.shape`` is no use, nor is what it was passed itself.
-        random: it, or a module it called, drew random numbers.
-        changed_buffers: names of its own buffers that the run changed.
-        buffers: names of buffers, of any module, that the run changed and that operators used
-            as ``parameters`` says, or that it set.
-        set_attributes: names of the plain attributes that were set on it while it ran, and of
-            those in which something was changed in place, also by other modules.
-        own_attributes: names of the plain attributes that were set on it, by any code, before
-            anything read them.
-        restored_attributes: those that had their former value when the run ended.
-        carried_attributes: those that were read first, and set to another value; with how
-            often they were read and set.
-        grows: something changed in place in an attribute that was not set before.
-        outside_reads: names of buffers, of carried attributes and of those that grow, that
-            were read or set while it did not run.
-        swaps: it called a module whose parameters or buffers it had replaced for the call, as
+        seconds: time of its forward over all executions, without that of the modules called;
+            0.0 unless times were asked for.
+        total_seconds: the same with the modules called.
+        activation_bytes: bytes of all new tensors of operators while the module was the
+            innermost running one, over all executions.  Views and the results of in-place
+            operators are not new.
+        kept_bytes: bytes of memory kept by autograd for backward while the module was the
+            innermost running one, without parameters and buffers.  Each piece of memory counts
+            for the first module in need of it.  Tensors made again by a checkpoint are not
+            kept.  0 unless memory was asked for.
+        input_bytes, output_bytes: bytes of the tensors among its arguments, and in its result,
+            for the execution with most.
+        parameters: names of the parameters used by operators while it was the innermost running
+            module, or passed by it to modules it called.  A read of ``weight.shape`` is no use,
+            nor is a use of a passed parameter.
+        random: the module, or a module called by it, drew random numbers.
+        changed_buffers: names of its own buffers changed by the run.
+        buffers: names of buffers, of any module, changed by the run and used by operators as
+            for ``parameters``, or set by the module.
+        set_attributes: names of its plain attributes set while it ran, and of those changed in
+            place, also by other modules.
+        own_attributes: names of its plain attributes set, by any code, before any read.
+        restored_attributes: those back at their former value at the end of the run.
+        carried_attributes: those read first, and set to another value; with the number of their
+            reads and sets.
+        grows: a value changed in place in an attribute that was not set before.
+        outside_reads: names of buffers, of carried attributes and of growing ones, read or set
+            while it did not run.
+        swaps: it replaced parameters or buffers of a module for a call, as
             ``torch.func.functional_call`` does.
         hooks_keep: hooks of its forward put tensors into a container of the script.
-        changed_parameters: names of parameters, of any module, that the run changed and that
-            operators used as ``parameters`` says.
-        reruns: paths of modules that it gave to an autograd function of the user's, whose
+        changed_parameters: names of parameters, of any module, changed by the run and used by
+            operators as for ``parameters``.
+        reruns: paths of modules given by it to an autograd function of the user's, whose
             backward may call them again; where one of them sets attributes.
-        hooking: paths of modules that it called and that hooked (``x.register_hook``) a tensor
-            which it gave them or got of them: only with it they see its whole gradient, and
-            their hooks and its own run in the order of their registration.
+        hooking: paths of modules called by it, with hooks (``x.register_hook``) on a tensor of
+            their arguments or results.  Only together with it they see the tensor's whole
+            gradient, and all hooks run in the order of their registration.
     """
 
     first: int = -1
@@ -126,12 +125,12 @@ class ModuleTrace:
 
 @dataclasses.dataclass(slots=True)
 class GradFlag:
-    """How a parameter's ``requires_grad`` was changed in the traced run.
+    """A parameter's changes of ``requires_grad`` in the traced run.
 
     Attributes:
-        setters: paths of the innermost modules that ran; None: the code outside all of them.
+        setters: paths of the innermost running modules; None: the code outside all of them.
         read_first: code read it before anything changed it.
-        lasts: it was another one when the run ended.
+        lasts: the flag was another one at the end of the run.
     """
 
     setters: tuple[str | None, ...]
@@ -145,12 +144,15 @@ class Trace:
 
     Attributes:
         modules: by path, as in ``root.named_modules()``.
-        parameters_outside: names of parameters that operators used while no module ran.
-        grad_flags: by name, of the parameters whose ``requires_grad`` the run changed.
+        parameters_outside: names of parameters used by operators while no module ran.
+        grad_flags: by name, of the parameters with ``requires_grad`` changed by the run.
         timed: times were measured.
         meta: the run was made on meta tensors.
-        weighed: what autograd keeps was measured: it was asked for, and the run kept
-            something, which one under ``torch.no_grad()`` does not.
+        weighed: autograd's memory was measured: it was asked for, and the run kept some, unlike
+            one under ``torch.no_grad()``.
+        made: modules and parameters that the run has put into the models, for
+            `first_forward.make`; empty: none.
+        makes: the first of them, in words.
     """
 
     modules: dict[str, ModuleTrace]
@@ -159,6 +161,17 @@ class Trace:
     timed: bool
     meta: bool
     weighed: bool = False
+    made: bytes = b""
+    makes: str = ""
+
+    def changed(self) -> dict[str, str]:
+        """The run's other changes, by name: attributes and tensors of modules."""
+        found: dict[str, str] = {}
+        for path, seen in self.modules.items():
+            own = (*seen.own_attributes, *seen.carried_attributes, *seen.changed_buffers)
+            found |= {f"{path}.{name}".lstrip("."): "attribute" for name in own}
+            found |= dict.fromkeys(seen.changed_parameters, "parameter")
+        return found
 
 
 def trace(
@@ -173,12 +186,12 @@ def trace(
     Args:
         root: the model.
         run: calls the model once, on one microbatch.
-        times: measure the modules' times too; makes a second run for that, in which
-            nothing else is recorded.
-        meta: replace parameters by meta tensors, so that nothing is computed; where the
-            model does not allow that, warn and run it on its own tensors, or on zeros if
-            those are meta tensors.
-        memory: measure what autograd keeps, too.
+        times: measure the modules' times too; makes a second run for that, without any other
+            records.
+        meta: replace parameters by meta tensors, for a run without computing.  A model that
+            does not allow this is run, with a warning, on its own tensors, or on zeros in place
+            of meta tensors.
+        memory: measure autograd's memory, too.
 
     Returns:
         A :class:`Trace`.  The model, random number generators and the containers passed
@@ -187,7 +200,7 @@ def trace(
     Raises:
         RuntimeError: the model's parameters are meta tensors, and it can run neither on them
             nor on zeros.
-        Exception: whatever ``run`` raises.
+        Exception: any raised by ``run``.
 
     Source: paper, C.1.
     """
@@ -205,13 +218,13 @@ def trace_models(
     """Trace several models in one run; see :func:`trace`.
 
     Args:
-        check: hears who calls a collective, and over which ranks, before each of them.
+        check: hears the caller of a collective, and its ranks, before each of them.
 
     Returns:
         One trace for each.
 
     Raises:
-        CollectiveRefused: what ``check`` may raise.
+        CollectiveRefused: raised by ``check``.
     """
     if meta:
         recorder = Recorder(roots, meta=True, memory=memory, check=check)
@@ -259,7 +272,7 @@ def _trace_on_zeros(
 
 
 class _Uses:
-    """How an attribute or a buffer of a module was read and set, by any code."""
+    """The reads and sets of a module's attribute or buffer, by any code."""
 
     __slots__ = ("count", "outside", "read_first", "sets")
 
@@ -271,11 +284,11 @@ class _Uses:
 
 
 class CollectiveRefused(RuntimeError):
-    """A module calls a collective whose other ranks do not come."""
+    """A module calls a collective, and its other ranks do not come."""
 
 
 class _BackwardInModule(RuntimeError):
-    """A module's forward needs what autograd saved."""
+    """A module's forward needs tensors saved by autograd."""
 
 
 class Frame:
@@ -289,7 +302,7 @@ class Frame:
         self.attributes = {} if module is None else _attributes_of(module)
         self.used: set[int] = set()  # ids of parameters
         self.hooked: dict[int, Tensor] = {}  # while it ran, by id
-        self.calls_s = 0.0  # time of the modules it called
+        self.calls_s = 0.0  # time of the modules called
         self.started = 0.0
 
 
@@ -329,26 +342,27 @@ class Recorder:
         }
         self.memory_of: dict[int, int] = {}  # by address of a storage: the parameter's id
         self.twins: list[nn.Parameter] = []
-        self.keeps_saved = False  # what autograd saves in the run
+        self.keeps_saved = False  # autograd's saved tensors, in the run
         self.thread = threading.get_ident()
         self.timing = False
         self.restore: Restore
+        self.registers: first_forward.Registers
         self._begin()
 
     def _begin(self) -> None:
         self.records = [ModuleTrace() for _ in self.modules]
         self.left: list[_Attributes] = []  # by module, as its last execution left them
         self.uses: dict[tuple[int, str], _Uses] = {}  # by number of the module, and name
-        self.written: set[int] = set()  # ids of parameters that operators wrote into
+        self.written: set[int] = set()  # ids of parameters written by operators
         self.flags_read: set[int] = set()  # ids of parameters: requires_grad
-        self.flags_set: dict[int, set[int]] = {}  # ... and the modules that ran
-        self.flags_last: set[int] = set()  # ... that have another one now
+        self.flags_set: dict[int, set[int]] = {}  # ... and the running modules
+        self.flags_last: set[int] = set()  # ... with another one now
         self.used: list[set[int]] = [set() for _ in self.modules]
         self.used_outside: set[int] = set()
         self.given_away: dict[int, set[int]] = {}  # to autograd functions, by a module
-        self.hooking: dict[int, set[int]] = {}  # of those that a module called
-        self.weighed: dict[int, StorageWeakRef] = {}  # by address, which it reserves
-        self.given: dict[int, StorageWeakRef] = {}  # of what the models are called with
+        self.hooking: dict[int, set[int]] = {}  # of a module's callees
+        self.weighed: dict[int, StorageWeakRef] = {}  # by address; the reference reserves it
+        self.given: dict[int, StorageWeakRef] = {}  # of the models' arguments
         self.frames = [Frame(-1, None)]
         self.executions = 0
 
@@ -359,7 +373,7 @@ class Recorder:
         try:
             self._record(run)
         except RuntimeError as error:
-            # torch.func's transforms refuse hooks on what is saved, in these words.
+            # torch.func's transforms refuse hooks on saved tensors, in these words.
             refused = "saved tensor hooks" in str(error)
             if type(error) is not _BackwardInModule and not refused:
                 raise
@@ -381,7 +395,8 @@ class Recorder:
             if self.memory:
                 self._leave_out_state()
             self.memory_of = _by_memory(self.modules, self.parameter)
-            # None when the run is over, as Restore.__exit__ says.
+            self.registers = first_forward.Registers(self.modules, self.parameter)
+            # None at the end of the run, because of Restore.__exit__.
             self.left = [_attributes_of(module) for module in self.modules]
             initial = list(self.left)
             boxes = self._containers_of_hooks()
@@ -393,6 +408,7 @@ class Recorder:
                     _seeing_attributes(self._note_use),
                 ):
                     run()
+                self.registers.take()
                 self._note_what_microbatches_share(initial)
                 for number, value, before in boxes:
                     if not is_the_same(before, content_of(value())):
@@ -406,6 +422,7 @@ class Recorder:
             for module, record in zip(self.modules, self.records, strict=True):
                 if module._buffers:
                     record.changed_buffers = tuple(self.restore.changed_buffers(module))
+        self.registers.keep_new()
 
     def measure(self, run: Callable[[], Any]) -> None:
         """Run once more with nothing but clocks."""
@@ -417,8 +434,8 @@ class Recorder:
                 run()
 
     def _saved_tensors(self) -> Any:
-        """Autograd runs, so that the model sees the grad mode it expects, but keeps nothing:
-        there will be no backward, and one microbatch of a whole model would not fit.
+        """Autograd runs, for the grad mode that the model expects, but keeps nothing.  No
+        backward will come, and one microbatch of a whole model would not fit.
 
         A module may run a backward of its own (gradient penalties); then all is kept.
         """
@@ -452,7 +469,7 @@ class Recorder:
         return torch.autograd.graph.saved_tensors_hooks(keep, give)
 
     def _leave_out_state(self) -> None:
-        """Parameters and buffers are there whether autograd keeps them or not."""
+        """Parameters and buffers exist with or without autograd."""
         for module in self.modules:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
@@ -491,13 +508,13 @@ class Recorder:
                     if id(parameter) not in made:
                         made[id(parameter)] = twins.meta_parameter(parameter)
                     setattr(module, name, made[id(parameter)])  # nn.LSTM keeps a list too
-        self.twins = list(made.values())  # so that ids stay theirs
-        # Not those of an earlier run: any tensor may have got their ids.
+        self.twins = list(made.values())  # keeps their ids
+        # Not those of an earlier run: any tensor may have their ids by now.
         self.parameter = self.own | {id(twin): original for original, twin in made.items()}
 
     @contextlib.contextmanager
     def _hooks(self) -> Iterator[None]:
-        """Global hooks: outside the modules' own, which run as usual."""
+        """Global hooks: outside the modules' own, and these run as usual."""
         self.frames = [Frame(-1, None)]
         self.progress = _Progress(len(self.modules))
         with contextlib.ExitStack() as stack:
@@ -508,6 +525,8 @@ class Recorder:
             stack.callback(handle.remove)
             register = torch_module.register_module_buffer_registration_hook
             stack.callback(register(self._note_set_buffer).remove)
+            register = torch_module.register_module_module_registration_hook
+            stack.callback(register(self._note_put_module).remove)
             stack.callback(self.progress.finish)
             stack.enter_context(compiled_code.run_as_written())
             stack.enter_context(_seeing_functions(self._note_given_away))
@@ -516,12 +535,12 @@ class Recorder:
             yield
 
     def running_path(self) -> str:
-        """The innermost module that had begun and not ended."""
+        """The innermost module begun and not ended."""
         number = self.frames[-1].number
         return "the code outside the model" if number < 0 else self.paths[number]
 
     def hear_collective(self, group: dist.ProcessGroup) -> None:
-        """One begins, also in a thread of the script's that has nothing to do with the run."""
+        """A collective begins, perhaps in a thread of the script's apart from the run."""
         if self.check is not None and threading.get_ident() == self.thread:
             module = self.frames[-1].module
             where = "the step function"
@@ -558,17 +577,23 @@ class Recorder:
             self.flags_last ^= {parameter}
 
     def _note_set_buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
-        """Whoever sets a buffer uses it."""
+        """Setting a buffer is a use of it."""
         original = self.buffer_of.get((self.number_of.get(id(module), -1), name))
         if original is not None and threading.get_ident() == self.thread:
             self.frames[-1].used.add(original)
 
-    def _take_arguments_of(self, root: nn.Module) -> None:
-        """Watch what a root is given; on meta, give it meta tensors.
+    def _note_put_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        """A new module's contents at the time of its placing are put back, too."""
+        if module is not None and not self.timing and threading.get_ident() == self.thread:
+            for new in self.registers.add(module):
+                self.restore.watch_module(new)
 
-        Integers stay: token ids and masks are what models look into.  Not by a hook of
-        the module: ``nn.TransformerEncoderLayer`` takes another path if it has one, and
-        global hooks do not see keyword arguments.
+    def _take_arguments_of(self, root: nn.Module) -> None:
+        """Watch a root's arguments; on meta, replace them by meta tensors.
+
+        Integers stay: models look into token ids and masks.  Not by a hook of the module:
+        ``nn.TransformerEncoderLayer`` takes another path if it has one, and global hooks do not
+        see keyword arguments.
         """
         forward = root.forward
 
@@ -614,7 +639,7 @@ class Recorder:
         frame.started = time.perf_counter()
 
     def _note_swaps(self, number: int, module: nn.Module) -> None:
-        """What calls a module with other tensors than its own puts these back afterwards."""
+        """A caller that swaps a module's tensors puts its own back afterwards."""
         caller = self.frames[-1].number
         if caller >= 0 and not self.records[caller].swaps:
             self.records[caller].swaps = any(
@@ -631,7 +656,7 @@ class Recorder:
         if self.timing:
             _wait_for_device(module)
         now = time.perf_counter()
-        # A forward that raised, and whose caller caught it, left its frame behind.
+        # A forward whose exception was caught left its frame behind.
         while self.frames[-1].module is not module:
             left = self.frames.pop()
             self.used[left.number] |= left.used
@@ -643,8 +668,8 @@ class Recorder:
             record.seconds += elapsed - frame.calls_s
             self.frames[-1].calls_s += elapsed
         else:
-            # A parameter that was passed in is a value like any other: who passed it
-            # needs its data, not who was called.
+            # A parameter passed in is a value like any other: its caller needs the data, not
+            # the module called.
             passed = {
                 self.parameter[id(t)]
                 for t in tensors_in((args, kwargs))
@@ -660,7 +685,7 @@ class Recorder:
             record.output_bytes = max(record.output_bytes, tensor_bytes(output))
 
     def _containers_of_hooks(self) -> list[tuple[int, Callable[[], Any], Any]]:
-        """Number of a module, what its hooks may fill, and what is in that now."""
+        """Number of a module, a container of its hooks, and the content of that now."""
         found = []
         for number, module in enumerate(self.modules):
             for value in hook_containers.of_module(module):
@@ -685,7 +710,7 @@ class Recorder:
             uses.outside = all(frame.number != number for frame in self.frames)
 
     def _note_what_microbatches_share(self, initial: list[_Attributes]) -> None:
-        """Of attributes: what each microbatch sets anew, and what one leaves to the next."""
+        """Sort the attributes: set anew by each microbatch, or left by one to the next."""
         for (number, name), uses in self.uses.items():
             module, record = self.modules[number], self.records[number]
             its = module.__dict__
@@ -714,11 +739,11 @@ class Recorder:
     def _note_changes(
         self, number: int, before: _Attributes, after: _Attributes, by_others: bool = False
     ) -> None:
-        """Of a module's attributes.
+        """Note changes of a module's attributes.
 
         Args:
-            by_others: between its executions.  What is set then may travel with the next call
-                (modules/changes.py); what is changed in place cannot.
+            by_others: between its executions.  An attribute set then may travel with the next
+                call (modules/changes.py); a change in place cannot.
         """
         names = [
             name
@@ -735,6 +760,10 @@ class Recorder:
     def traces(self, timed: bool) -> list[Trace]:
         """The recorded run as one trace for each root."""
         out = []
+        made, makes = b"", ""
+        if self.registers.changed:
+            made = first_forward.packed(self.roots, self.registers, self.parameter)
+            makes = first_forward.described(self.roots, self.registers)
         for root in self.roots:
             names = {id(p): name for name, p in root.named_parameters()}
 
@@ -763,7 +792,7 @@ class Recorder:
             weighed = any(record.kept_bytes for record in modules.values())
             outside = name_all(self.used_outside)
             flags = self._grad_flags(root)
-            out.append(Trace(modules, outside, flags, timed, self.meta, weighed))
+            out.append(Trace(modules, outside, flags, timed, self.meta, weighed, made, makes))
         return out
 
     def _grad_flags(self, root: nn.Module) -> dict[str, GradFlag]:
@@ -789,7 +818,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
-    """Show what is given to autograd functions other than PyTorch's own."""
+    """Show the arguments of autograd functions other than PyTorch's own."""
     function: Any = torch.autograd.Function
     original = vars(function)["apply"]
 
@@ -807,7 +836,7 @@ def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeing_attributes(see: Callable[[nn.Module, str, bool], None]) -> Iterator[None]:
-    """Show each attribute of a module that code reads or sets (True); torch's own are not."""
+    """Show each read or set (True) of a module's attribute by code, but not of torch's own."""
     modules: Any = nn.Module
     original = modules.__setattr__
 
@@ -839,7 +868,7 @@ def _requires_grad(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _seeing_grad_flags(see: Callable[..., None]) -> Iterator[None]:
-    """Show each tensor whose ``requires_grad`` code reads, and with the value, sets."""
+    """Show each tensor with ``requires_grad`` read by code, and with the value, set."""
     tensors: Any = Tensor
     original = tensors.requires_grad_
 
@@ -864,8 +893,9 @@ def _seeing_grad_flags(see: Callable[..., None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeing_hooks(see: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show the tensors on which ``register_hook`` is called; not by PyTorch's own tools, such
-    as FLOP counters, which hook what every module has, nor by ours."""
+    """Show the tensors with a call of ``register_hook``.  PyTorch's own tools, such as FLOP
+    counters, hook every module's tensors and are not shown, nor are ours.
+    """
     tensors: Any = Tensor
     original = tensors.register_hook
 
@@ -890,7 +920,7 @@ def _calls(function: Callable) -> bool:
 
 
 def _by_memory(modules: Sequence[nn.Module], parameter: dict[int, int]) -> dict[int, int]:
-    """By address of its storage: the id of a parameter, which ``p.data`` shares it with."""
+    """By address of its storage: the id of a parameter; ``p.data`` has the same storage."""
     found: dict[int, int] = {}
     for module in modules:
         for tensor in module._parameters.values():
@@ -907,7 +937,7 @@ def _attributes_of(module: nn.Module) -> _Attributes:
 
 
 class _Progress:
-    """A line on stderr for a run that takes long; in a log file it is written once."""
+    """A line on stderr for a long run; in a log file it is written once."""
 
     def __init__(self, modules: int):
         self.modules = modules
@@ -944,7 +974,7 @@ class _Progress:
 
 
 def _wait_for_device(module: nn.Module) -> None:
-    """Let an accelerator finish, so that its time is charged to who caused it."""
+    """Wait for an accelerator, so its time is charged to the module at work."""
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(parameter.device)

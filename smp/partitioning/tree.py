@@ -1,4 +1,4 @@
-"""The modules of a partition as a tree, for those who show it."""
+"""The modules of a partition as a tree, for showing."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class Part:
-    """A module in the tree of a report, or several alike that follow one another.
+    """A module in the tree of a report, or several alike in a row.
 
     Attributes:
         path: of the module; of the first one, if there are several.
@@ -17,14 +17,14 @@ class Part:
         kind: class name.
         rank: pp_rank it runs on.
         ranks: of all modules in it.
-        parameters: elements of the parameters in it; one that is shared counts once,
-            where it is defined first.
+        parameters: elements of the parameters in it; a shared one counts once, where it is
+            defined first.
         cost: of all modules in it; the whole model's is 1.
-        kept_bytes: what autograd keeps of a microbatch for all modules in it; 0 where that
-            was not measured.
+        kept_bytes: autograd's memory of a microbatch for all modules in it; 0 where not
+            measured.
         order: position of the first execution in it; -1: not known.
-        count: how many modules alike this is.
-        parts: what it holds, in definition order.
+        count: number of modules alike.
+        parts: its children, in definition order.
     """
 
     path: str
@@ -77,7 +77,7 @@ def tree(partition: "Partition") -> Part:
 
 
 def collapse(part: Part) -> None:
-    """Join children with consecutive numbers for names that are alike, at every depth."""
+    """Join children alike with consecutive numbers for names, at every depth."""
     parts: list[Part] = []
     for child in part.parts:
         collapse(child)
@@ -101,7 +101,7 @@ def _follows(last: Part, part: Part) -> bool:
 
 
 def rank_parameters(partition: "Partition") -> list[int]:
-    """By rank, the elements of the parameters that sit there."""
+    """By rank, the elements of its parameters."""
     out = [0] * partition.degree
     for rank, parameters in zip(partition.ranks, partition.parameters, strict=True):
         out[rank] += parameters
@@ -109,7 +109,7 @@ def rank_parameters(partition: "Partition") -> list[int]:
 
 
 def rank_kept_bytes(partition: "Partition") -> list[int]:
-    """By rank, what autograd keeps of a microbatch; zeros where that was not measured."""
+    """By rank, autograd's memory of a microbatch; zeros where not measured."""
     out = [0] * partition.degree
     for rank, nbytes in zip(partition.ranks, partition.kept_bytes, strict=False):
         out[rank] += nbytes

@@ -1,8 +1,8 @@
-"""What microbatches of a model pass in their order, as tracing saw it.
+"""The gates of a model's microbatches, by its trace.
 
-One process runs a microbatch to its end before the next begins.  Where a module changes what
-another call of it, or another module, reads, the next microbatch's first use waits for the
-last one's end: both stand behind one gate (``csrc/server/turns.h``).
+One process runs a microbatch to its end before the next begins.  A module may change a tensor
+or attribute read by another call of it, or by another module.  Then the next microbatch's first
+use waits for the last one's end: both stand behind one gate (``csrc/server/turns.h``).
 """
 
 import warnings
@@ -18,15 +18,15 @@ class Turns(NamedTuple):
     """The gates of a model.  Each is a number among them; by path of the module.
 
     Attributes:
-        expected: by gate, how often a microbatch passes it; 0: not known, so that a
-            microbatch is past when its forward is over.
-        modules: the gate that each call of the module passes.
-        reads: names of buffers and attributes that other code reads while the module, which
-            changes them, does not run; it passes the module's gate, too.
-        carried: by name of an attribute that one microbatch leaves to the next: its gate, and
-            after how many reads and sets a call of the module is past it; 0: at its end.
-        own: names of attributes that each microbatch sets anew.
-        restored: names of those that have their former value again when it is over.
+        expected: by gate, the number of a microbatch's passes; 0: unknown, so a microbatch is
+            past at the end of its forward.
+        modules: the gate passed by each call of the module.
+        reads: names of buffers and attributes changed by the module, and read by other code
+            while it does not run.  The other code passes the module's gate, too.
+        carried: by name of an attribute left by one microbatch to the next: its gate, and the
+            number of reads and sets until a call of the module is past it; 0: at its end.
+        own: names of attributes set anew by each microbatch.
+        restored: names of those with their former value again at its end.
     """
 
     expected: list[int]
@@ -38,7 +38,7 @@ class Turns(NamedTuple):
 
 
 def turns_of(root: nn.Module, trace: Trace | None) -> Turns:
-    """The gates of a model, and what of its attributes is each microbatch's own.
+    """The gates of a model, and the attributes of each microbatch's own.
 
     Args:
         trace: None: unknown; then each module with buffers has a gate of its own.
@@ -48,14 +48,14 @@ def turns_of(root: nn.Module, trace: Trace | None) -> Turns:
 
 
 class _Making:
-    """Modules that share what changes, and their gates."""
+    """Modules that share a changing tensor or attribute, and their gates."""
 
     def __init__(self, root: nn.Module, trace: Trace | None):
         self.root = root
         self.trace = trace
         self.named = dict(root.named_modules())
         self.member_of: dict[str, str] = {}  # a module's path -> another one's of its gate
-        self.unknown: set[str] = set()  # paths of which the number of calls says nothing
+        self.unknown: set[str] = set()  # paths whose number of calls tells nothing
         self.reads: dict[str, tuple[str, ...]] = {}
 
     def turns(self) -> Turns:
@@ -85,10 +85,10 @@ class _Making:
         return self._numbered(seen)
 
     def _changes_alone(self, module: nn.Module, seen: ModuleTrace) -> bool:
-        """Whether its calls must be in order, whoever else there is.
+        """Whether its calls must be in order, with or without other users.
 
-        Buffers that training changes may stay as they are in a traced evaluation, so
-        BatchNorm and the like count in any case; so do modules with buffers that did not run.
+        A traced evaluation may leave buffers of training as they are, so BatchNorm and the like
+        count in any case.  So do modules with buffers that did not run.
         """
         if seen.grows or seen.swaps or seen.changed_buffers:
             return True
@@ -96,9 +96,9 @@ class _Making:
         return bool(module._buffers) and tracked
 
     def _join_users(self, seen: dict[str, ModuleTrace]) -> None:
-        """One gate for all that use a buffer or a parameter that changes.
+        """One gate for all users of a changing buffer or parameter.
 
-        A module that reads it from the one that has it waits there, where that is seen.
+        A module that reads it from its owner waits there, where this is seen.
         """
         buffers = dict(self.root.named_buffers(remove_duplicate=False))
         parameters = dict(self.root.named_parameters(remove_duplicate=False))
@@ -120,7 +120,7 @@ class _Making:
                     use(buffers[name], path)
 
     def _reads_at(self, path: str, buffer: Tensor, seen: dict[str, ModuleTrace]) -> bool:
-        """Whether a module reads a buffer that is not its own from one that has it."""
+        """Whether a module reads another's buffer from its owner."""
         if any(one is buffer for one in self.named[path]._buffers.values()):
             return False
         return any(

@@ -1,4 +1,4 @@
-"""What a traced run computes on instead of the model's own tensors."""
+"""The tensors of a traced run in place of the model's own."""
 
 import contextlib
 import mmap
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from smp.modules.remote_tensors import RemoteBuffer, RemoteTensor
 from smp.tensor_parallel import split_parameters
 
-_LARGE_BYTES = 1 << 20  # a mapping of its own is worth it from there
-# Linux refuses at once what is more than the machine has, unless told so.  Python may not name
-# it; the number is Linux's for most processors.  [asm-generic/mman.h]
+_LARGE_BYTES = 1 << 20  # the least size worth a mapping of its own
+# Linux refuses at once more memory than the machine has, without this flag.  Python may not
+# name it; the number is Linux's for most processors.  [asm-generic/mman.h]
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def as_meta(value: Any) -> Any:
-    """A meta tensor like ``value``, also in a list; what is no tensor stays."""
+    """A meta tensor like ``value``, also in a list; other values stay."""
     if isinstance(value, Tensor) and not value.is_meta:
         return torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device="meta"
@@ -29,7 +29,7 @@ def as_meta(value: Any) -> Any:
 
 
 def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """A meta parameter like it."""
+    """A meta parameter like the given one."""
     twin = nn.Parameter(as_meta(parameter.detach()), requires_grad=parameter.requires_grad)
     split_parameters.become_like(twin, parameter)
     return twin
@@ -39,13 +39,13 @@ def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
 def on_zeros(roots: Sequence[nn.Module]) -> Iterator[None]:
     """In the block the models have zeros for their meta tensors, and for those of other ranks.
 
-    A model that does not fit in memory can be run on them.  A buffer of another rank's has the
-    value that was here.
+    A model larger than memory can be run on them.  A buffer of another rank's has its last
+    value here.
 
     Raises:
         RuntimeError: there is no address space for them.
     """
-    zeros: dict[int, Tensor] = {}  # by id of the tensor that they are there for
+    zeros: dict[int, Tensor] = {}  # by id of the replaced tensor
     places = [
         (module, held, name, tensor)
         for module in {id(m): m for root in roots for m in root.modules()}.values()
@@ -62,7 +62,7 @@ def on_zeros(roots: Sequence[nn.Module]) -> Iterator[None]:
             zeros[id(tensor)] = made
 
     def put(module: nn.Module, held: dict, name: str, tensor: Tensor) -> None:
-        if held is module.__dict__:  # also a parameter, which setattr would register
+        if held is module.__dict__:  # also a parameter: setattr would register it
             held[name] = tensor
         else:
             setattr(module, name, tensor)  # nn.LSTM keeps a list too
@@ -78,9 +78,9 @@ def on_zeros(roots: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_in_one_process(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """In the block models that have their partition run here, as they did before it.
+    """In the block partitioned models run here, as they did before.
 
-    The run of a step function that is traced for other models may call them, too.
+    The run of a step function traced for other models may call them, too.
     """
     ours = [
         (module, type(module), getattr(type(module), "_smp_original_class", None))
@@ -104,9 +104,9 @@ def _older(buffer: RemoteBuffer) -> Tensor:
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    """Zeros of its shape and dtype, of memory that is there when it is written to.
+    """Zeros of its shape and dtype; their memory exists from the first write on.
 
-    Until then all its pages are one that the system has for that.  torch.zeros writes.
+    Until then all its pages are the system's one page of zeros.  torch.zeros writes.
 
     Raises:
         RuntimeError: no address space.

@@ -12,10 +12,10 @@ A partial checkpoint is a folder with a file from each rank, a full one is a few
     path/parts_{tag}               the names of these files
     path/newest                    the name of the latest one
 
-All of it is written under names that begin with ``.saving.``; then ``.saved`` lists them,
-and from that moment they are the checkpoint: they are renamed, and whoever reads before
-that is done, after a crash, takes them under the first name.  ``newest`` comes last.
-``path`` is a folder that all ranks share, and one job at a time saves into it.
+All files are written under names with the prefix ``.saving.``; then ``.saved`` lists them, and
+from that moment they are the checkpoint.  They are renamed; a reader before the end of this,
+after a crash, takes them under the first name.  ``newest`` comes last.  ``path`` is a folder
+shared by all ranks, and one job at a time saves into it.
 """
 
 import os
@@ -67,21 +67,22 @@ def save_checkpoint(
     Args:
         path: folder for all checkpoints of the training, shared by all ranks.
         tag: name of this one.
-        partial: each rank saves what it owns; else rank 0 saves everything.
+        partial: each rank saves its own part; else rank 0 saves everything.
         model: the latest ``DistributedModel`` if None.
         optimizer: not saved if None.
         user_content: tensors, plain values, NumPy's scalars and arrays, configurations of
             transformers; rank 0's is saved.
-        translate_if_full: whether a full one gets Hugging Face's names, for models whose
-            modules were replaced.
-        num_kept_partial_checkpoints: remove the oldest partial ones beyond that number.
+        translate_if_full: whether a full one gets Hugging Face's names, for models with
+            replaced modules.
+        num_kept_partial_checkpoints: remove the oldest partial ones beyond this number.
 
     Raises:
-        ValueError: there is no ``DistributedModel``, the tag is no name of a file or that of
-            another file of a checkpoint, or less than one is to be kept.
-        OSError: a file cannot be written; names it.  No part of the checkpoint is left.
-        CheckpointError: a file holds what could not be read back; names both.  Or another
-            job saves into this folder, or another rank could not save.
+        ValueError: no ``DistributedModel`` exists; the tag is no file name, or is another
+            file's of a checkpoint; or less than one is to be kept.
+        OSError: a file cannot be written; the text names it.  No part of the checkpoint is
+            left.
+        CheckpointError: a file's content could not be read back; the text names both.  Or
+            another job saves into this folder, or another rank could not save.
 
     Source: SageMaker Python SDK documentation, ``smp.save_checkpoint``.
     """
@@ -164,8 +165,8 @@ def resume_from_checkpoint(
     checkpoint loads under another pipeline degree or partition, too.
 
     Args:
-        path: the folder that was given to ``save_checkpoint``.
-        tag: which one; the newest if None.
+        path: the folder given to ``save_checkpoint``.
+        tag: the checkpoint's; the newest if None.
         partial: whether it is a partial checkpoint, or a full one.
         strict: whether missing and unexpected keys of the model are an error.
         load_optimizer: whether the optimizer's state is loaded, if it was saved.
@@ -176,10 +177,10 @@ def resume_from_checkpoint(
         the user content; an empty dict where there was none.
 
     Raises:
-        ValueError: there is no ``DistributedModel`` yet.
-        FileNotFoundError: there is no such checkpoint.
-        CheckpointError: a file is damaged or missing, on this or another rank; the tensor
-            parallel degree was another; the newest is full and ``partial`` is True, or the
+        ValueError: no ``DistributedModel`` exists yet.
+        FileNotFoundError: no such checkpoint exists.
+        CheckpointError: a file is damaged or missing, on this or another rank; or the tensor
+            parallel degree was another.  Or the newest is full and ``partial`` is True, or the
             other way round; or another rank could not load its part.
         RuntimeError: a missing or unexpected key of this rank's, when ``strict``, or a tensor
             of another shape.
@@ -233,7 +234,7 @@ def _check_name(tag: str, partial: bool, kept: int | None) -> None:
 
 
 def _together(what: str, function: Callable[[], None] | None = None) -> None:
-    """Run it where there is something to do; if that fails on a rank, raise on all."""
+    """Run the function, where there is one; after a failure on one rank, raise on all."""
     error: Exception | None = None
     if function is not None:
         try:
@@ -247,7 +248,7 @@ def _together(what: str, function: Callable[[], None] | None = None) -> None:
     except (CallMismatch, PeerLost) as sequel:
         if error is None:
             raise
-        if not isinstance(error, CallMismatch | PeerLost):  # which says more than its sequel
+        if not isinstance(error, CallMismatch | PeerLost):  # it says more than its sequel
             raise sequel from error
     if error is not None:
         raise error
@@ -257,7 +258,7 @@ def _together(what: str, function: Callable[[], None] | None = None) -> None:
 
 
 def _told(error: Exception) -> str:
-    """What other ranks hear of an error; never empty."""
+    """An error's text for other ranks; never empty."""
     ours = isinstance(error, CheckpointError | OSError) and str(error)
     return str(error) if ours else "".join(traceback.format_exception_only(error)).strip()
 
@@ -281,7 +282,7 @@ def _write_files(files: dict[str, Any]) -> None:
 
 
 def _saved(root: str) -> list[str]:
-    """What is whole under its first name, because a crash came before it was renamed."""
+    """The names listed in ``.saved``: whole, and not all renamed, because of a crash."""
     try:
         return saved_files.read_text(os.path.join(root, _SAVED)).splitlines()
     except FileNotFoundError:
@@ -297,7 +298,7 @@ def _where(root: str, name: str) -> str:
 
 
 def _finish(root: str) -> None:
-    """Rename what is listed in ``.saved``; may be interrupted and called again."""
+    """Rename the files listed in ``.saved``; may be interrupted and called again."""
     names = _saved(root)
     if not names:
         return
@@ -316,7 +317,7 @@ def _finish(root: str) -> None:
 
 
 def _remove_leftovers(root: str) -> None:
-    """Remove what a crash left unfinished; only after ``_finish``."""
+    """Remove files left unfinished by a crash; only after ``_finish``."""
     with suppress(FileNotFoundError):
         for name in os.listdir(root):
             if not name.startswith((staged_name(""), _REMOVING)):
@@ -393,7 +394,7 @@ def _names_of_parts(job: Job, with_optimizer: bool) -> list[str]:
 
 
 def _list_parts(folder: str, names: list[str]) -> None:
-    """Write down what must be there, after a look whether it is.
+    """Write the list of parts, once all exist.
 
     Raises:
         CheckpointError: a part is missing.
@@ -403,7 +404,7 @@ def _list_parts(folder: str, names: list[str]) -> None:
 
 
 def _listed_parts(file: str) -> list[str] | None:
-    """What must be there; None for older checkpoints, which do not say it."""
+    """The list of parts; None for older checkpoints, without a list."""
     try:
         return saved_files.read_text(file).splitlines()
     except FileNotFoundError:
@@ -421,7 +422,7 @@ def _refuse_missing(folder: str, names: list[str]) -> None:
 def _partial_files(
     job: Job, model: "DistributedModel", optimizer: "DistributedOptimizer | None"
 ) -> dict[str, Any]:
-    """What this rank writes, by file name: the first replica has everything."""
+    """The values for this rank to write, by file name: the first replica has everything."""
     at = job.placement.coordinates(job.boot.rank)
     if at.rdp != 0:
         return {}
@@ -496,7 +497,7 @@ def _read_partial(job: Job, root: str, name: str, with_optimizer: bool) -> dict[
 
 
 def _read_parts(job: Job, folder: str, names: list[str], kind: str) -> dict[str, Any] | None:
-    """The parts that fall to this rank, as one partial dict; None: nothing was saved.
+    """This rank's parts, as one partial dict; None: nothing was saved.
 
     Raises:
         CheckpointError: a part is missing; another tensor parallel degree.

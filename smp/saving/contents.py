@@ -1,7 +1,7 @@
-"""What a saved file may hold beside tensors and plain values.
+"""Contents of a saved file beside tensors and plain values.
 
-Files are read by torch's restricted unpickler, which makes only what it is told to trust:
-here NumPy's scalars and arrays, and the configurations of transformers.
+Files are read by torch's restricted unpickler, with trust in a few kinds: here NumPy's scalars
+and arrays, and the configurations of transformers.
 """
 
 import importlib
@@ -13,15 +13,15 @@ from typing import Any
 import numpy
 import torch
 
-_PLAIN = [bytes, frozenset]  # torch reads bytes that are not empty, and sets
+_PLAIN = [bytes, frozenset]  # torch reads nonempty bytes, and sets
 _CONFIGURATION = re.compile(r"(transformers(?:\.\w+)*\.configuration_\w+)\.(\w+)")
 
 
 class Pickler(pickle.Pickler):
     """Writes NumPy's dtypes by name.
 
-    NumPy's own way is a state that the reader sets: a forged one has it take bytes for
-    addresses of objects.
+    NumPy's own way is a state set by the reader: a forged state has it take bytes for addresses
+    of objects.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -31,7 +31,7 @@ class Pickler(pickle.Pickler):
 
 
 def trusted(path: str) -> AbstractContextManager:
-    """Within it a file, one that ``torch.save`` has written, may hold these things."""
+    """Within it, a file of ``torch.save`` may hold these things."""
     known = torch.serialization.get_safe_globals()
     ours = [*_PLAIN, *_numpys(), *_configurations(path)]
     more = [one for one in ours if one not in known]
@@ -39,7 +39,7 @@ def trusted(path: str) -> AbstractContextManager:
 
 
 def _numpys() -> list[Any]:
-    """What NumPy's pickles call; ``numpy.core`` is its name before NumPy 2."""
+    """The functions called by NumPy's pickles; ``numpy.core`` is its name before NumPy 2."""
     makers: list[Any] = [numpy.float64(0).__reduce__()[0], numpy.empty(0).__reduce__()[0]]
     named = [
         (maker, f"numpy.{core}.multiarray.{maker.__name__}")
@@ -54,7 +54,7 @@ def _configurations(path: str) -> list[type]:
     found = []
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # whatever is wrong with the file, reading it tells
+    except Exception:  # reading the file tells any fault of it
         return []
     for name in names:
         if (match := _CONFIGURATION.fullmatch(name)) is None:

@@ -1,7 +1,7 @@
 """One job at a time saves into a folder.
 
-The kernel's lock on a file ends with the process that holds it, so a job that was killed
-keeps nobody out.  Where a file system has no locks, nobody is kept out either.
+The kernel's lock on a file ends with its process, so a killed job keeps no other out.  A file
+system without locks keeps no job out either.
 """
 
 import errno
@@ -18,7 +18,7 @@ _LOCK = ".lock"
 
 @contextmanager
 def held(folder: str) -> Iterator[None]:
-    """Keep other jobs out; the file is there only meanwhile.
+    """Keep other jobs out; the file exists only meanwhile.
 
     Raises:
         CheckpointError: another job is saving.

@@ -1,8 +1,8 @@
-"""State of an optimizer whose parameters live on several ranks.
+"""State of an optimizer with its parameters on several ranks.
 
 Parameters are numbered as in the wrapped optimizer's own state dict, in the order of its
-groups; the numbers are alike on all ranks, so a full dict loads into the plain optimizer
-of the plain model.  Where modules were replaced, a full one is translated to its numbers.
+groups.  The numbers are alike on all ranks, so a full dict loads into the plain optimizer of
+the plain model.  Where modules were replaced, a full one is translated to its numbers.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def _owners(optimizer: "DistributedOptimizer") -> list[int | None]:
 
 
 def _waits(optimizer: "DistributedOptimizer") -> bool:
-    """Whether a model that it trains has not been partitioned yet, but will be."""
+    """Whether one of the optimizer's models awaits its partition."""
     rt = runtime.get("DistributedOptimizer")
     if rt.pp_size == 1:
         return False
@@ -52,12 +52,12 @@ def _waits(optimizer: "DistributedOptimizer") -> bool:
 
 
 def _is_torchs(state_dict: Mapping[str, Any]) -> bool:
-    """Whether it has the form of torch's optimizers; a wrapped one may have its own."""
+    """Whether the state has the form of torch's optimizers; a wrapped one may have its own."""
     return isinstance(state_dict.get("state"), dict) and "param_groups" in state_dict
 
 
 def local_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
-    """The state of the parameters that this rank owns, all groups, ``_smp_is_partial``."""
+    """The state of this rank's parameters, all groups, ``_smp_is_partial``."""
     out = dict(optimizer.optimizer.state_dict())
     if _is_torchs(out):
         out["state"] = _of_rank(optimizer, out["state"])
@@ -66,7 +66,7 @@ def local_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
 
 
 def _of_rank(optimizer: "DistributedOptimizer", by_number: Mapping) -> dict:
-    """What of a state is about parameters of this rank, or not about parameters."""
+    """A state's entries for parameters of this rank, or for none."""
     rank = runtime.get("DistributedOptimizer").pp_rank
     owners = _owners(optimizer)
     return {
@@ -116,13 +116,13 @@ def _gathered(optimizer: "DistributedOptimizer", own: Mapping[Any, Any]) -> Mapp
 
 
 class _Cut(NamedTuple):
-    """A parameter of which this rank has a slice."""
+    """A parameter with a slice on this rank."""
 
     slices: Slices
     shape: list[int]  # of the whole
 
     def is_of_others(self, value: Any) -> bool:
-        """Whether it has the shape of a slice, but of another than this rank's."""
+        """Whether the tensor has the shape of a slice, but of another than this rank's."""
         if not isinstance(value, Tensor) or value.dim() != len(self.shape):
             return False
         own = list(self.shape)
@@ -140,7 +140,7 @@ class _Cut(NamedTuple):
 
 
 def _slices(optimizer: "DistributedOptimizer") -> dict[int, _Cut]:
-    """The parameters of which this rank has a slice, by number."""
+    """The parameters with a slice on this rank, by number."""
     parameters = [p for members in optimizer.param_groups for p in members["params"]]
     cut = ((n, slices_of(p), p) for n, p in enumerate(parameters))
     return {n: _Cut(s, s.full_shape(p.shape)) for n, s, p in cut if s is not None}
@@ -149,7 +149,7 @@ def _slices(optimizer: "DistributedOptimizer") -> dict[int, _Cut]:
 def _keys_of_single_numbers(
     optimizer: "DistributedOptimizer", by_number: Mapping[Any, Any]
 ) -> set[str]:
-    """What is a tensor ``[1]`` of parameters with several elements: no slice of length 1."""
+    """The keys of tensors ``[1]`` for parameters of several elements: no slices of length 1."""
     parameters = [p for members in optimizer.param_groups for p in members["params"]]
     return {
         key
@@ -161,10 +161,10 @@ def _keys_of_single_numbers(
 
 
 def _joined(parts: list[Any], cut: _Cut, single: set[str]) -> Any:
-    """One parameter's state from every tp_rank's: what has its shape is cut as it is.
+    """One parameter's state from every tp_rank's: tensors of its shape are cut alike.
 
     Args:
-        single: keys of what may have that shape, and is one number.
+        single: keys of single numbers, for slices of the same shape.
     """
     if not isinstance(parts[0], dict):
         return parts[0]
@@ -227,7 +227,7 @@ def load(optimizer: "DistributedOptimizer", state_dict: Mapping[str, Any]) -> No
         given = plain.to_ours(given)
     if _waits(optimizer):
         wrapped.load_state_dict({**given, "state": {}})
-        # The first step partitions all models that there are.
+        # The first step partitions all live models.
         waiting = runtime.get("load_state_dict").after_partition
         waiting.append(lambda: _load_by_number(optimizer, given["state"], partial))
         return

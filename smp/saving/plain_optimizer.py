@@ -1,7 +1,7 @@
-"""State of the optimizer that the plain model would have, where modules were replaced.
+"""State of the plain model's optimizer, for models with replaced modules.
 
-Parameters are numbered as the plain model's optimizer numbers them: its groups have what this
-one's have, in the plain model's order.
+Parameters are numbered as in the plain model's optimizer: its groups have the parameters of
+this one's, in the plain model's order.
 """
 
 import itertools
@@ -21,7 +21,7 @@ State = dict[str, Any]  # of one parameter
 
 
 class _Member(NamedTuple):
-    """Parameters whose states are translated together; their numbers by path."""
+    """Parameters with their states translated together; their numbers by path."""
 
     counterpart: Counterpart | None  # None: the state is the same on both sides
     ours: dict[str, int]
@@ -29,7 +29,7 @@ class _Member(NamedTuple):
 
 
 class PlainOptimizer(NamedTuple):
-    """How an optimizer's state corresponds to that of the plain model's."""
+    """The correspondence of an optimizer's state to that of the plain model's."""
 
     groups: list[list[str]]  # paths in the plain model, "" where it is none's
     sizes: list[int]  # of our groups
@@ -97,7 +97,7 @@ def _renumbered(groups: list[dict[str, Any]], sizes: list[int]) -> list[dict[str
 
 
 def plain_optimizer(optimizer: "DistributedOptimizer") -> PlainOptimizer | None:
-    """The plain model's, of an optimizer of a model of which modules were replaced; else None.
+    """The plain model's, for an optimizer of a model with replaced modules; else None.
 
     Raises:
         NotImplementedError: the plain model's optimizer cannot have the state.
@@ -106,7 +106,7 @@ def plain_optimizer(optimizer: "DistributedOptimizer") -> PlainOptimizer | None:
     numbers = itertools.count()
     at = {id(p): (g, next(numbers)) for g, some in enumerate(groups) for p in some}
     members: list[tuple[Counterpart | None, dict[str, int]]] = []
-    # Group, where the model begins in it, where the parameter comes in the model; its path.
+    # Group, the model's begin in it, the parameter's place in the model; its path.
     places: list[tuple[tuple[int, int, int], str, int]] = []
     left = dict(at)
     for model in runtime.get("DistributedOptimizer").live_models():
@@ -126,7 +126,7 @@ def plain_optimizer(optimizer: "DistributedOptimizer") -> PlainOptimizer | None:
                 group = _common_group(one, {name: group for name, (group, _) in ours.items()})
             elif one.ours:
                 continue  # the optimizer does not have it
-            for name in one.plain:  # where there is none of ours, in the last one's group
+            for name in one.plain:  # without one of ours, in the last one's group
                 place = group, begins[group], corresponding.order[name]
                 places.append((place, name, len(members)))
             members.append((one, {name: number for name, (_, number) in ours.items()}))
@@ -172,7 +172,7 @@ def _common_group(one: Counterpart, group_of: dict[str, int]) -> int:
 def _translated(
     states: Mapping[str, State | None], shapes: Shapes, wanted: Shapes, translate: Translate
 ) -> dict[str, State]:
-    """The states on the other side, of parameters that belong together; none if none has one.
+    """The states on the other side, of corresponding parameters; none if none has one.
 
     Args:
         states: by path.
@@ -191,7 +191,7 @@ def _translated(
             for name in wanted:
                 out[name][key] = translated[name]
         elif all(_are_same(value, one) for one in values.values()):
-            for name in wanted:  # each its own, which optimizers count up in place
+            for name in wanted:  # each its own: optimizers count up in place
                 out[name][key] = value.clone() if isinstance(value, Tensor) else value
         else:
             raise ValueError(
@@ -203,7 +203,7 @@ def _translated(
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Whether they are, and no more than a number for each parameter."""
+    """Whether the values are the same, and no more than a number for each parameter."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dim() == 0 and torch.equal(one.cpu(), other.cpu())
     return type(one) is type(other) and one == other

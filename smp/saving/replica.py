@@ -1,10 +1,10 @@
-"""Values with tensors, between the ranks that hold one replica of the model.
+"""Values with tensors, between the ranks of one replica of the model.
 
-Parts of a model and of an optimizer's state are gathered over the MP_GROUP, or sent to who
-needs them over the PP_GROUP, whose ranks hold the same slices; so one replica can save while
-another does not.  The shape
-of a value travels packed (``csrc/python/values/pack.h``, no pickle of tensors), its tensors as
-bytes, one after the other, so that no rank holds a second copy of everything.
+Parts of a model and of an optimizer's state are gathered over the MP_GROUP.  Or they are sent
+where needed over the PP_GROUP: its ranks hold the same slices.  So one replica can save while
+another does not.  The shape of a value travels packed (``csrc/python/values/pack.h``, no pickle
+of tensors), its tensors as bytes, one after the other: no rank holds a second copy of
+everything.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ Key = str | int
 
 
 class TensorSlot(NamedTuple):
-    """Where a tensor stood in a value that is sent."""
+    """The place of a tensor in a sent value."""
 
     number: int
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class TensorSlot(NamedTuple):
 
 
 class SparseSlot(NamedTuple):
-    """The same for a tensor of a sparse layout, whose parts are sent."""
+    """The same for a tensor of a sparse layout: its parts are sent."""
 
     layout: str
     shape: torch.Size
@@ -57,11 +57,11 @@ class Replica:
         return [place.coordinates(rank).tp for rank in self.ranks]
 
     def gather(self, mine: Any, only_to: int | None = None) -> list[Any] | None:
-        """Every rank's value, by mp_rank; tensors that occur twice stay one.
+        """Every rank's value, by mp_rank; a repeated tensor stays one.
 
         Args:
-            mine: containers and tensors; what comes from others is in host memory.
-            only_to: the mp_rank that gets the values; the others get None.
+            mine: containers and tensors; tensors from others are in host memory.
+            only_to: the mp_rank to get the values; the others get None.
         """
         objects.gather_bytes(self.caller, self.kind)
         out: list[Any] = []
@@ -77,10 +77,10 @@ class Replica:
         return out if only_to is None or only_to == self.rank else None
 
     def route(self, held: dict[Key, Any], wanted: Iterable[Key]) -> dict[Key, Any]:
-        """The values of the keys that this rank wants, from whoever holds them.
+        """The values of the keys wanted by this rank, from their holders.
 
         Returns:
-            what was found; a rank's own value comes before those of lower ranks.
+            the values found; a rank's own value comes before those of lower ranks.
         """
         wanted = list(wanted)
         found = {key: held[key] for key in wanted if key in held}
@@ -155,7 +155,7 @@ class Replica:
 
 
 def take_out(value: Any, tensors: list[Tensor]) -> Any:
-    """The value with slots for its tensors, which are appended in order, each once."""
+    """The value with slots for its tensors; these are appended in order, each once."""
     numbers: dict[int, int] = {}
     sparse: dict[int, SparseSlot] = {}
 
@@ -172,7 +172,7 @@ def take_out(value: Any, tensors: list[Tensor]) -> Any:
     def sparse_slot(tensor: Tensor) -> SparseSlot:
         layout = str(tensor.layout).removeprefix("torch.")
         coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
-        # New ones: two tensors that share an index would come back as one.
+        # New ones: two tensors with a common index would come back as one.
         parts = tuple(slot(part.clone()) for part in parts_of(tensor.detach()))
         return SparseSlot(layout, tensor.shape, coalesced, parts)  # type: ignore[arg-type]
 
@@ -191,7 +191,7 @@ def _sparse_of(slot: SparseSlot, parts: list[Tensor]) -> Tensor:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The value with ``function`` of each tensor; one that occurs twice stays one."""
+    """The value with ``function`` of each tensor; a repeated tensor stays one."""
     done: dict[int, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _rebuild(value: Any, kind: type | tuple[type, ...], function: Callable) -> Any:
-    """New containers, with ``function`` of what is of a kind, in order."""
+    """New containers, with ``function`` of each item of a kind, in order."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, dict):

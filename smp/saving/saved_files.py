@@ -1,9 +1,8 @@
-"""Files that are written whole or not at all, and checked when they are read.
+"""Files written whole or not at all, and checked when read.
 
-``smp.save`` and ``smp.load``: torch's own file format, so that ``torch.load`` reads what
-is written here.  The format is a zip archive with a CRC-32 of every record; ``torch.load``
-does not look at these, ``read`` does.  Nothing in a file is run: it is read with
-``weights_only=True``.
+``smp.save`` and ``smp.load``: torch's own file format, readable by ``torch.load``.  The format
+is a zip archive with a CRC-32 of every record; ``read`` compares these, ``torch.load`` does
+not.  No code in a file is run: the reader is ``weights_only=True``.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ _SAVING = ".saving."
 
 
 class CheckpointError(RuntimeError):
-    """A saved file is damaged, or is not what is asked for; the text names it."""
+    """A saved file is damaged, or not the one asked for; the text names the file."""
 
 
 def save(
@@ -41,7 +40,7 @@ def save(
     """Write a value, as ``torch.save`` does, but whole or not at all.
 
     Args:
-        obj: what ``torch.save`` takes.
+        obj: any value for ``torch.save``.
         f: path; or, where not ``partial``, an open file.
         partial: every rank writes a file of its own, ``f_{pp_rank}_{tp_rank}``.
         pickle_module, pickle_protocol: as for ``torch.save``.
@@ -67,21 +66,21 @@ def load(
     back_compat: bool = False,
     **load_args: Any,
 ) -> Any:
-    """Read what :func:`save` wrote; of a partial one, this rank's file.
+    """Read a file of :func:`save`; of a partial one, this rank's file.
 
     Args:
-        f: what :func:`save` was given: a path without the ranks behind it; or, where not
+        f: the path given to :func:`save`, without the ranks behind it; or, where not
             ``partial``, an open file.
         map_location, pickle_module: as for ``torch.load``.
         partial: whether every rank wrote a file of its own.
         load_args: others of ``torch.load``.
-        back_compat: ``f_{mp_rank}``, the name of the first versions, comes first; it is
-            also read where there is no other.
+        back_compat: ``f_{mp_rank}``, the name of the first versions, comes first; otherwise
+            last.
 
     Raises:
-        CheckpointError: the file is damaged: which tensor; or it holds other things than
-            tensors and plain values.
-        FileNotFoundError: none of the names is there.
+        CheckpointError: the file is damaged (the text names the tensor), or holds other things
+            than tensors and plain values.
+        FileNotFoundError: none of the names exists.
 
     Source: SageMaker Python SDK documentation, ``smp.load``.
     """
@@ -113,7 +112,7 @@ def _suffix(v3: bool) -> str:
 
 
 class _Writer:
-    """An open file for ``torch.save``, which cannot pass a failed write on."""
+    """An open file for ``torch.save``, where a failed write is not passed on."""
 
     def __init__(self, fd: int):
         self.fd = fd
@@ -130,22 +129,22 @@ class _Writer:
         return size
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Writes are not buffered."""
 
 
 def staged_name(path: str) -> str:
-    """The name beside ``path`` under which it is written until it is whole."""
+    """The name beside ``path`` of the file until it is whole."""
     folder, name = os.path.split(path)
     return os.path.join(folder, _SAVING + name)
 
 
 def final_name(path: str) -> str:
-    """What a staged file, or one in a staged folder, will be called."""
+    """The later name of a staged file, or of one in a staged folder."""
     return os.sep.join(part.removeprefix(_SAVING) for part in path.split(os.sep))
 
 
 def write(path: str, value: Any, pickle_module: Any = pickle, protocol: int = 2) -> None:
-    """``torch.save`` to a file that is replaced when the new one is whole and on disk."""
+    """``torch.save`` to a file, replaced once the new one is whole and on disk."""
     with _replaced(path) as fd:
         _save_to(fd, value, pickle_module, protocol)
 
@@ -157,7 +156,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def write_in_staged_folder(path: str, value: Any) -> None:
-    """``torch.save``, on disk on return; for a folder that is renamed when it is whole."""
+    """``torch.save``, on disk on return; for a folder to be renamed when whole."""
     with _written(path) as fd:
         _save_to(fd, value, pickle, 2)
 
@@ -193,7 +192,7 @@ def _write_all(fd: int, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _replaced(path: str) -> Iterator[int]:
-    # Other ranks may write the same file: each its own, and the last whole one stands.
+    # Other ranks may write the same file: each writes its own, and the last whole one stands.
     rank = _rank() if state.is_initialized else 0
     folder, name = os.path.split(path)
     staged = staged_name(os.path.join(folder, f"{rank}.{os.getpid()}.{name}"))
@@ -205,7 +204,7 @@ def _replaced(path: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _written(path: str, shown: str | None = None) -> Iterator[int]:
-    """A file under construction; removed if that fails, and the error names it."""
+    """A file under construction; a failure removes it and raises an error with its name."""
     try:
         fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
         try:
@@ -217,7 +216,7 @@ def _written(path: str, shown: str | None = None) -> Iterator[int]:
         with contextlib.suppress(OSError):
             os.unlink(path)
         if isinstance(error, OSError):
-            if error.errno is None:  # an object's that is saved
+            if error.errno is None:  # of a saved object
                 text = str(error) or type(error).__name__
                 raise OSError(f"{shown or path}: {text}") from error
             raise OSError(error.errno, error.strerror, shown or path) from error
@@ -228,11 +227,11 @@ def _written(path: str, shown: str | None = None) -> Iterator[int]:
 
 
 def read_text(path: str) -> str:
-    """What `write_text` wrote.
+    """The text written by `write_text`.
 
     Raises:
-        CheckpointError: it is no text.
-        FileNotFoundError: there is none.
+        CheckpointError: the file holds no text.
+        FileNotFoundError: no such file exists.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -258,13 +257,13 @@ def read(path: str | Path, map_location: Any = None, **load_args: Any) -> Any:
 
 
 def check_kinds(path: str, shown: str) -> None:
-    """See that what a file holds is of kinds that are read; its tensors' data stays there.
+    """Make sure that the file can be read back, by its kinds; the tensors' data is not read.
 
     Args:
-        shown: the name that the file will have.
+        shown: the file's later name.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: a kind cannot be read back.
     """
     try:
         _load(path, shown, "meta")
@@ -275,7 +274,7 @@ def check_kinds(path: str, shown: str) -> None:
 
 
 def _load(path: str, shown: str, map_location: Any, **load_args: Any) -> Any:
-    """``torch.load``, which says in our words what it does not read."""
+    """``torch.load``, with our words for kinds not read."""
     try:
         with contents.trusted(path):
             return torch.load(path, map_location, **load_args)
@@ -319,12 +318,12 @@ def _check(path: str) -> None:
         raise
     except OSError:
         raise
-    except Exception as error:  # whatever zipfile makes of bytes that are no archive
+    except Exception as error:  # zipfile's errors for bytes of no archive
         raise CheckpointError(f"smp: {path} is no checkpoint, or damaged: {error}") from error
 
 
 def _what_is(path: str, record: str) -> str:
-    """What of the saved value a record of the archive holds, in the user's names."""
+    """The place in the saved value of a record of the archive, in the user's names."""
     found = re.search(r"/data/(\d+)$", record)
     if found is None:
         return f"its record {record!r}"
@@ -334,7 +333,7 @@ def _what_is(path: str, record: str) -> str:
         return f"its record {record!r}"
     names: dict[int, list[str]] = {}
     _name_storages(skeleton, "", names)
-    # torch.save numbers the storages in the order in which it meets them.
+    # torch.save numbers the storages in the order of their first use.
     at = int(found[1])
     if at >= len(names):
         return f"its record {record!r}"

@@ -1,7 +1,7 @@
-"""State dicts of a model whose parts live on several ranks.
+"""State dicts of a model with parts on several ranks.
 
-Names are those of the wrapped module.  A *partial* dict has what this rank owns, and the
-key ``_smp_is_partial``; a *full* one has everything, and loads into the plain module.
+Names are those of the wrapped module.  A *partial* dict has this rank's entries, and the key
+``_smp_is_partial``; a *full* one has everything, and loads into the plain module.
 """
 
 import warnings
@@ -39,7 +39,7 @@ def owners_of_entries(model: "DistributedModel", names: Mapping[str, Any]) -> di
     out = {}
     for name, value in names.items():
         owner = by_parameter.get(id(value))
-        if owner is None:  # a buffer, extra state, or what a hook added
+        if owner is None:  # a buffer, extra state, or a hook's entry
             path = name.rpartition(".")[0]
             while path not in of_path:
                 path = path.rpartition(".")[0]
@@ -54,7 +54,7 @@ def _entries(module: nn.Module) -> "OrderedDict[str, Any]":
 
 
 def local_state_dict(model: "DistributedModel") -> "OrderedDict[str, Any]":
-    """What this rank owns, and ``_smp_is_partial``."""
+    """This rank's entries, and ``_smp_is_partial``."""
     out = _owned(model)
     out[IS_PARTIAL] = True
     return out
@@ -106,7 +106,7 @@ def full_state_dict(
     for name in entries:
         if name in merged:
             out[name] = merged.pop(name)
-    out.update(merged)  # what only its owner's hooks add
+    out.update(merged)  # entries of its owner's hooks alone
     if cast_to_cpu:
         out = map_tensors(out, Tensor.cpu)
     out._metadata = mine._metadata  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def full_state_dict(
 
 
 def slices_by_name(entries: Mapping[str, Any]) -> dict[str, Slices]:
-    """How entries of a module's state dict are cut; those that are not have none."""
+    """The cuts of entries of a module's state dict; whole ones have none."""
     cut = ((n, slices_of(v)) for n, v in entries.items() if isinstance(v, Tensor))
     return {name: slices for name, slices in cut if slices is not None}
 
@@ -150,7 +150,7 @@ def load(
     same_partition_load: bool,
     translate_function: Callable | None,
 ) -> _IncompatibleKeys:
-    """Load a full or partial dict; what cannot be done before the partition waits for it.
+    """Load a full or partial dict, before the partition as far as possible; the rest waits.
 
     Returns:
         missing and unexpected keys, as torch does; those of a partial dict that waits
@@ -184,7 +184,7 @@ def load(
 
 
 def load_deferred(model: "DistributedModel") -> None:
-    """Do the loads that waited for the partition, in their order."""
+    """Do the loads deferred until the partition, in their order."""
     waiting, model._smp_deferred_loads = model._smp_deferred_loads, []
     for given, partial, strict, same_partition_load in waiting:
         _load_now(model, given, partial, strict, same_partition_load)
@@ -211,7 +211,7 @@ def _load_now(
         if not same_partition_load:
             replica = Replica("model.load_state_dict", CommGroup.PP_GROUP)
             found = replica.route(known, mine)
-        # Entries of other ranks stand for themselves, so that torch checks only ours.
+        # Entries of other ranks stand for themselves: torch checks only ours.
         whole = OrderedDict((n, v) for n, v in entries.items() if n not in set(mine))
         whole.update((n, found[n]) for n in mine if n in found)
         whole.update((n, v) for n, v in given.items() if n not in entries)

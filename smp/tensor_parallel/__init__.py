@@ -1,1 +1,1 @@
-"""Modules split over the TP_GROUP, whose ranks work on different samples."""
+"""Modules split over the TP_GROUP; its ranks work on different samples."""

@@ -1,8 +1,8 @@
-"""Low-rank adapters around linears of a region, which are split with them.
+"""Low-rank adapters around linears of a region, split with them.
 
-An adapted linear is a module with the linear as ``base_layer`` and small ones as ``lora_A``
-(to the low rank) and ``lora_B`` (from it), each a module or a dict of some: the names of
-LoRA's own code and of peft.  It adds ``lora_B(lora_A(x))`` to what the linear gives.
+An adapted linear is a module with the linear as ``base_layer``, and small ones as ``lora_A``
+(to the low rank) and ``lora_B`` (from it).  Each is a module or a dict of some, by the names of
+LoRA's own code and of peft.  The module adds ``lora_B(lora_A(x))`` to the linear's output.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class Adapted(NamedTuple):
 
 
 def adapted(module: nn.Module) -> Adapted | None:
-    """What a module consists of, if it is an adapted linear."""
+    """The parts of a module, if it is an adapted linear."""
     base = getattr(module, "base_layer", None)
     if not isinstance(base, nn.Module):
         return None
@@ -34,10 +34,10 @@ def _linears(module: nn.Module, name: str) -> list[Any]:
 
 
 def check(region: nn.Module, path: str) -> None:
-    """That the adapters in a module that is to be split can be split with it.
+    """Make sure that the adapters in a module to split can be split with it.
 
     Raises:
-        NotImplementedError: one has other parameters; names it.
+        NotImplementedError: an adapter has other parameters; the text names it.
     """
     for name, module in region.named_modules(prefix=path):
         parts = adapted(module)

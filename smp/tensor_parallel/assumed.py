@@ -1,10 +1,10 @@
-"""Sizes that the tp_ranks are taken to have, until a gather shows that they have others.
+"""Sizes assumed for the tp_ranks, until a gather shows others.
 
-To exchange sizes takes as long as a small gather.  So a gather assumes that all tp_ranks have
-what they had when this one had last what it has now, or that all have the same, and says by a
-hash what it assumes.  The core compares the hashes (``assumed`` in
-csrc/comm/collective/checks/call.h).  Where they differ no rank gathers anything; all exchange
-their sizes and gather again.  So what a gather with a result assumed is true, on all ranks.
+An exchange of sizes takes as long as a small gather.  So a gather assumes the sizes of the last
+time this rank had its present ones, or the same size on all tp_ranks.  It sends a hash of its
+assumption.  The core compares the hashes (``assumed`` in csrc/comm/collective/checks/call.h).
+Where they differ no rank gathers anything; all exchange their sizes and gather again.  So the
+assumption of a gather with a result is true, on all ranks.
 """
 
 from collections.abc import Hashable
@@ -19,7 +19,7 @@ from smp.execution import runtime
 Words = tuple[int, ...]  # a tp_rank's sizes
 Everyones = tuple[Words, ...]  # by tp_rank
 
-_MOST = 4096  # of what is remembered: batches of many lengths bring ever new sizes
+_MOST = 4096  # of remembered sizes: batches of many lengths bring ever new ones
 
 _seen: dict[tuple[Hashable, int, Words], Everyones] = {}  # by kind, tp_size, own sizes
 
@@ -39,28 +39,28 @@ def is_possible(tensor: Tensor) -> bool:
 
 
 def everyones(kind: Hashable, mine: Words) -> Everyones:
-    """What all tp_ranks are taken to have where this one has ``mine``."""
+    """The assumed sizes of all tp_ranks where this one has ``mine``."""
     size = ranks.tp_size()
     return _seen.get((kind, size, mine)) or (mine,) * size
 
 
 def remember(kind: Hashable, mine: Words, had: Everyones) -> None:
-    """What they had; ``kind`` tells apart sizes of other things."""
+    """Remember the tp_ranks' sizes; ``kind`` tells apart sizes of other tensors."""
     if len(_seen) >= _MOST:
         _seen.clear()
     _seen[kind, len(had), mine] = had
 
 
 def signature(sizes: Everyones) -> int:
-    """What such a gather says; not 0, and the same in every process."""
+    """The hash sent with such a gather; not 0, and the same in every process."""
     return hash(sizes) % 2**64 or 1
 
 
 def check(error: dist.DistBackendError) -> None:
-    """Of a gather that said what it assumed.
+    """Judge the error of a gather with an assumption.
 
     Raises:
-        Unlike: others assumed other sizes, and it has failed for that alone.
+        Unlike: others assumed other sizes, and the gather failed for this alone.
     """
-    if _core.SIZES_UNLIKE in str(error):
+    if isinstance(error, _core.Error) and error.status == "SMP_ERR_SIZES":
         raise Unlike from None

@@ -10,7 +10,7 @@ def is_on(device: torch.device) -> bool:
 
 
 def computed_in(x: Tensor) -> torch.dtype:
-    """The dtype of a linear's result: autocast's, where that is on."""
+    """The dtype of a linear's result: autocast's, while on."""
     if is_on(x.device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype

@@ -5,16 +5,18 @@ Such a cache has the samples of the whole TP_GROUP and this tp_rank's heads.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # as versions name them
 
 _STATES_OF_OTHERS = ("encoder_hidden_states", "key_value_states")  # of a cross attention
 _HAS_PADDING = "_smp_has_padding"  # in a cache's __dict__
+_FILLED_BY = "_smp_filled_by"  # likewise: paths of attentions
 
 
 def refuse_padding(arguments: dict[str, Any], path: str, uneven: bool) -> None:
-    """A cache keeps the padding behind a shorter sequence, and then goes on behind that.
+    """Refuse padding in a cache: it stays behind a shorter sequence, before new keys.
 
     Args:
         arguments: of the attention's call.
@@ -22,8 +24,8 @@ def refuse_padding(arguments: dict[str, Any], path: str, uneven: bool) -> None:
         uneven: its sequences have other lengths on other tp_ranks.
 
     Raises:
-        NotImplementedError: the sequences in a cache that is used again were of different
-            lengths on the tp_ranks.
+        NotImplementedError: the sequences in a reused cache were of different lengths on the
+            tp_ranks.
     """
     cache = _cache_among(arguments)
     if cache is None or not hasattr(cache, "__dict__"):
@@ -57,10 +59,32 @@ def refuse_others(
         raise _others(path, keys, f"the {samples} samples of all ranks")
 
 
+def refuse_gradients_of_others(arguments: dict[str, Any], module: nn.Module, path: str) -> None:
+    """The ranks have the same samples, and each would give the cache its own heads' gradient.
+
+    Args:
+        arguments: of the attention's call.
+        module: the attention.
+        path: of it.
+
+    Raises:
+        NotImplementedError: autograd leads from the attention to another module's cache.
+    """
+    cache = _cache_among(arguments)
+    if cache is None or not hasattr(cache, "__dict__"):
+        return
+    keys = _keys(arguments, module)
+    filled = cache.__dict__.setdefault(_FILLED_BY, set())
+    if keys is None or not keys.numel():
+        filled.add(path)
+    elif keys.requires_grad and torch.is_grad_enabled() and path not in filled:
+        raise _others(path, keys, "this rank's heads")
+
+
 def refuse_after(
     error: RuntimeError, arguments: dict[str, Any], module: nn.Module, path: str
 ) -> None:
-    """The ranks have the same samples, and a cache of all heads shows where it grows.
+    """The ranks have the same samples: a cache of all heads shows itself when it grows.
 
     Args:
         error: of the attention's call.
@@ -69,7 +93,7 @@ def refuse_after(
         path: of it.
 
     Raises:
-        NotImplementedError: the error is of a cache that the attention could not append to.
+        NotImplementedError: the attention could not append to its cache.
     """
     keys = _keys(arguments, module)
     if keys is not None and "Sizes of tensors must match" in str(error):
@@ -91,7 +115,7 @@ def _cache_among(arguments: dict[str, Any]) -> Any:
 
 
 def _keys(arguments: dict[str, Any], module: nn.Module) -> Tensor | None:
-    """What the cache has for the attention before its call; None: nothing."""
+    """The cache's keys for the attention before its call; None: none."""
     cache = _cache_among(arguments)
     if hasattr(cache, "cross_attention_cache"):
         is_cross = any(arguments.get(name) is not None for name in _STATES_OF_OTHERS)

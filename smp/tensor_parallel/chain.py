@@ -1,18 +1,18 @@
-"""The tie between what a call of the model returns and all collectives that it has made.
+"""The tie between the result of a model's call and all collectives of the call.
 
-A rank's loss may leave out what other ranks' losses use; then its backward would not come to
-that part's collectives, and the others would wait.  So each collective's function returns a
-token (a number without meaning) beside its output, and what the model returns hangs on all
-tokens: backward comes to every one, with zeros where nothing was used.  A parameter that no
-rank's loss used keeps no gradient, though.
+A rank's loss may leave out values that other ranks' losses use.  Then its backward would not
+come to their collectives, and the others would wait.  So each collective's function returns a
+token (a number without meaning) beside its output, and the model's result hangs on all tokens:
+backward comes to every one, with zeros for values not used.  A parameter unused by every rank's
+loss keeps no gradient, though.
 
-Autograd's engine runs, of what it can run, the node that was made last; a node's consumers are
-made after it.  So a thread that runs a backward comes to the collectives of a call in the
-reverse order of the program, as on all other ranks.  In ``model.backward`` one thread runs
-the nodes of all devices.
+Autograd's engine runs the newest of the ready nodes; a node's consumers are newer than the
+node.  So a thread comes in its backward to the collectives of a call in the reverse order of
+the program, as on all other ranks.  In ``model.backward`` one thread runs the nodes of all
+devices.
 
 A collective is no input of the next, so a backward within a ``forward`` comes to its own
-collectives alone.  It may free these, which need no backward then and are left out.
+collectives alone.  It may free these: freed ones need no backward then and are left out.
 
 In a pipeline a request brings back one token, of all its collectives.
 """
@@ -55,7 +55,7 @@ def is_carried() -> bool:
     """Whether a request of this thread is a part of a chain."""
     if _chain.tokens is None or not torch.is_grad_enabled():
         return False
-    # What is computed again in a backward has a graph of its own there.
+    # A forward computed again in a backward has a graph of its own there.
     return torch._C._current_graph_task_id() == -1
 
 
@@ -66,14 +66,19 @@ def take(token: Tensor | None) -> None:
         _chain.tokens.append(token)
 
 
+def tokens() -> list[Tensor]:
+    """Those of the chain whose graphs are there."""
+    return [token for token in _chain.tokens or () if not _is_freed(token)]
+
+
 def joined() -> Tensor | None:
-    """One token for all of the chain whose graphs are there; None: there are none."""
-    tokens = [token for token in _chain.tokens or () if not _is_freed(token)]
-    return _Join.apply(*tokens) if len(tokens) > 1 else next(iter(tokens), None)
+    """One token for all live graphs of the chain; None: there are none."""
+    present = tokens()
+    return _Join.apply(*present) if len(present) > 1 else next(iter(present), None)
 
 
 def _is_freed(token: Tensor) -> bool:
-    """Whether a backward has been to the token's function and has freed what it had saved."""
+    """Whether a backward has been to the token's function and freed its saved tensors."""
     try:
         token.grad_fn._raw_saved_tensors  # type: ignore[union-attr]  # noqa: B018
     except RuntimeError:
@@ -83,7 +88,7 @@ def _is_freed(token: Tensor) -> bool:
 
 @not_traced("a collective of smp's tensor parallelism")
 def linked(function: type[Function], x: Tensor, *args: Any) -> Any:
-    """``function.apply(x, *args)``, which returns its outputs and a token.
+    """``function.apply(x, *args)``, with outputs and a token for results.
 
     Returns:
         the output, or a list of them if there are several.
@@ -94,16 +99,20 @@ def linked(function: type[Function], x: Tensor, *args: Any) -> Any:
 
 
 def new_token() -> Tensor:
-    """The last of the values that such a function returns."""
+    """The last result of such a function."""
     return torch.zeros((), device="cpu")
 
 
 @not_traced("smp's order of backwards")
-def hang(output: Tensor, token: Tensor | None) -> Tensor:
-    """A tensor that the model returns, behind the chain's collectives."""
-    if token is None or not output.requires_grad:
+def hang(output: Tensor, behind: list[Tensor]) -> Tensor:
+    """A tensor of the model's result, tied behind the collectives of these tokens.
+
+    No node lies between: on an accelerator autograd would run a node of tokens alone in
+    another thread than the collectives, which may then begin in another order.
+    """
+    if not behind or not output.requires_grad:
         return output
-    return _Hang.apply(output, token)
+    return _Hang.apply(output, *behind)
 
 
 def in_this_thread() -> AbstractContextManager[Any]:
@@ -124,9 +133,10 @@ class _Join(Function):
 
 class _Hang(Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, *tokens: Tensor) -> Tensor:
+        ctx.count = len(tokens)
         return output.clone()  # of a view, scripts could not do loss /= n
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return gradient, torch.zeros((), device="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return gradient, *(new_token(),) * ctx.count

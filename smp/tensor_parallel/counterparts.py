@@ -1,7 +1,7 @@
-"""What the parameters of a plain model are, where distributed modules took modules' places.
+"""The parameters of a plain model, where distributed modules replace modules.
 
 A distributed module may have a parameter under another name, transposed, or in several parts.
-State of an optimizer is saved as the plain model's has it, and has to know.
+State of an optimizer is saved in the plain model's form, and so needs the correspondence.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,17 +12,17 @@ from torch import nn
 
 from smp.tensor_parallel.slices import whole_shape
 
-REPLACES = "_smp_replaces"  # in the __dict__ of a module: the `BothWays` of what it replaced
+REPLACES = "_smp_replaces"  # in the __dict__ of a module: the `BothWays` of the replaced one
 
 Translate = Callable[..., dict[str, Any]]  # from one state dict to another
 Shapes = Mapping[str, list[int]]  # of parameters, by name
 
 
 class BothWays(NamedTuple):
-    """Between the state dicts of a module and of what took its place.
+    """Between the state dicts of a module and of its replacement.
 
-    Both functions take dicts with some of the names, and of tensors that belong together all or
-    none.
+    Both functions take dicts with some of the names; of tensors that belong together they take
+    all or none.
     """
 
     to_ours: Translate
@@ -30,12 +30,12 @@ class BothWays(NamedTuple):
 
 
 class Counterpart(NamedTuple):
-    """Parameters of the plain model, and those that have their values now.
+    """Parameters of the plain model, and their counterparts now.
 
     Attributes:
         plain: by path; none: ours are new.
         ours: by path; none: the plain ones are no longer.
-        to_ours, to_plain: between what belongs to each of them, by path.
+        to_ours, to_plain: between the tensors of each, by path.
     """
 
     plain: Shapes
@@ -45,7 +45,7 @@ class Counterpart(NamedTuple):
 
 
 class Counterparts(NamedTuple):
-    """All parameters of a model of which modules were replaced.
+    """All parameters of a model with replaced modules.
 
     Attributes:
         order: place in the plain model, by path there.
@@ -57,12 +57,12 @@ class Counterparts(NamedTuple):
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
-    """Of the whole parameters."""
+    """Shapes of the whole parameters."""
     return {name: whole_shape(p) for name, p in model.named_parameters()}
 
 
 def counterparts(model: nn.Module, plain: Shapes) -> Counterparts | None:
-    """What corresponds; None: no module was replaced.
+    """The correspondence; None: no module was replaced.
 
     Args:
         model: after its modules were replaced.
@@ -92,7 +92,7 @@ def counterparts(model: nn.Module, plain: Shapes) -> Counterparts | None:
 
 
 class _Ours:
-    """The parameters that the model has now."""
+    """The model's parameters now."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes = shapes_of(model)

@@ -1,7 +1,7 @@
-"""Cross-entropy of a head whose classes are split over the TP_GROUP.
+"""Cross-entropy of a head with its classes split over the TP_GROUP.
 
-Each tp_rank computes the logits of its own classes for all tp_ranks' samples.  Of the other
-ranks it gets a few numbers for each sample, so that logits of all classes are nowhere.
+Each tp_rank computes the logits of its own classes for all tp_ranks' samples.  Other ranks send
+a few numbers for each sample: logits of all classes are nowhere.
 """
 
 import torch
@@ -85,8 +85,8 @@ def _weighted(
 ) -> tuple[Tensor, Tensor]:
     """Losses with class weights, from those without either; and each row's weight.
 
-    With weight w_c of class c, label y, and smoothing s over C classes, a loss is
-    (1 - s) w_y (lse - x_y) + s / C sum_c w_c (lse - x_c), and without either lse - x_y.
+    With weight w_c of class c, label y, and smoothing s over C classes, a loss is (1 - s) w_y
+    (lse - x_y) + s / C sum_c w_c (lse - x_c).  Without weights and smoothing it is lse - x_y.
     """
     ((first, last),) = slices.ranges[group.rank()]
     is_own = (labels >= first) & (labels < last)
@@ -95,7 +95,7 @@ def _weighted(
     weights = class_weights.to(losses.dtype)
     is_whole = len(weights) == slices.size
     own = weights[first:last] if is_whole else weights
-    terms = []  # whose sums over the ranks are wanted
+    terms = []  # for sums over the ranks
     if not is_whole:
         of_label = own[column] if last > first else own.new_zeros(len(labels))
         terms += [of_label.where(is_own, 0), own.sum().expand(len(labels))]
@@ -118,7 +118,7 @@ def _weighted(
 
 
 def _of_all_ranks(own: Statistics) -> Statistics:
-    """Of the logits of all classes."""
+    """The statistics of the logits of all classes."""
     if group.size() == 1:
         return own
     numbers = [own.top, own.sum, own.target]

@@ -1,4 +1,4 @@
-"""The base of all modules that are split over the TP_GROUP."""
+"""The base of all modules split over the TP_GROUP."""
 
 import functools
 from collections.abc import Callable
@@ -16,10 +16,10 @@ _not_traced_itself = not_traced("a module that smp splits over the TP_GROUP", Fa
 
 
 class DistributedModule(nn.Module):
-    """A module whose parameters the ranks of the TP_GROUP have slices of.
+    """A module with slices of its parameters on the ranks of the TP_GROUP.
 
-    Its ``forward`` gets this rank's samples and gives back theirs, whatever travels between.
-    Subclass it for one of your own, out of the primitives of ``smp.nn.utils``.
+    Its ``forward`` gets this rank's samples and returns their outputs, with any tensors between
+    ranks inside.  Subclass it for one of your own, out of the primitives of ``smp.nn.utils``.
 
     Attributes:
         IS_CONTAINER: whether a pipeline may be cut between the modules in it, because it calls
@@ -49,9 +49,9 @@ class DistributedModule(nn.Module):
 
 
 def take_class(module: nn.Module, distributed: type[DistributedModule]) -> None:
-    """Have a module be a distributed one of the class that it inherits from.
+    """Have a module be a distributed one, by the class it inherits from.
 
-    What its own class does around the call of that class's ``forward``, it goes on doing.
+    Its own class's code around the call of that class's ``forward`` stays.
     """
     cls = type(module)
     is_own = cls not in distributed.__bases__
@@ -79,12 +79,13 @@ class _NamedCallsOf:
 
 
 def _naming(forward: Callable) -> Callable:
-    """For a forward that is called by itself: what has hooks is served so to other ranks."""
+    """For a forward called by itself: a module with hooks is served so to other ranks."""
 
     @_not_traced_itself
     @functools.wraps(forward)
     def named(self: DistributedModule, *args: Any, **kwargs: Any) -> Any:
         with _NamedCallsOf(self):
-            return forward(self, *script_uses.whole_among(args), **kwargs)
+            args = script_uses.whole_among(args)
+            return script_uses.called_with_slices(self, forward, args, kwargs)
 
     return named

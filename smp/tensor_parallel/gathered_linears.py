@@ -1,10 +1,10 @@
-"""Linears that are cut by their outputs and share a gathered input.
+"""Linears cut by their outputs, with one gathered input.
 
-What such a linear needs in its backward is the tokens of all tp_ranks.  They are kept, or
-gathered once more: T times less memory for one more collective.
+The backward of such a linear needs the tokens of all tp_ranks.  They are kept, or gathered once
+more: T times less memory for one more collective.
 
-A linear that has hooks, on this rank alone maybe, is called as a module, so that they see its
-input and output.  This rank then keeps the gathered tokens.
+A linear with hooks, on this rank alone maybe, is called as a module: the hooks see its input
+and output.  This rank then keeps the gathered tokens.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def gathered_linears(
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks, which see its calls."""
+    """Whether a module has hooks on its calls."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -1,9 +1,9 @@
-"""Whether the core's kernels run on a GPU, which is tried before they are trusted.
+"""The use of the core's kernels on a GPU, after a trial.
 
 ``csrc/tp_kernels/gpu.cu`` is run by the tests on the CPU, and has run on one model of GPU, an
-H100.  So at the first use of a dtype on a device all kernels compute something small in it,
-and torch's operators the same in float32.  If they differ by more than the dtype's rounding, or
-the driver refuses, a warning says so and torch's operators serve tensors of that dtype there.
+H100.  So at the first use of a dtype on a device all kernels compute something small in it, and
+torch's operators the same in float32.  If they differ by more than the dtype's rounding, or the
+driver refuses, a warning is given.  Torch's operators then serve tensors of that dtype there.
 """
 
 import threading
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smp import _core
 
-# Of values around 1, relative beyond; of halves, a few roundings.
+# Absolute for values around 1, relative beyond; for halves, a few roundings.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4}
 
 Trials = Callable[
@@ -38,9 +38,9 @@ def usable(device: torch.device, dtype: torch.dtype, trials: Trials) -> bool:
     """Whether the core's kernels serve tensors of the dtype on the device.
 
     Args:
-        trials: what each kernel is tried with there, by its name: from the dtype in which it
-            computes to outputs and gradients, of functions that choose between the core and
-            torch's operators by this one.
+        trials: each kernel's trial there, by its name.  A trial is a function from the dtype of
+            computing to outputs and gradients.  The functions in it choose between the core and
+            torch's operators by `usable`.
     """
     if _forced.to is not None:
         return _forced.to
@@ -69,7 +69,7 @@ def _can_be_trusted(device: torch.device, dtype: torch.dtype, trials: Trials) ->
         return False
     try:
         refused = _core.tp_gpu_open(torch.zeros(1, device=device))
-    except (BufferError, RuntimeError) as error:  # a device whose tensors nobody can borrow
+    except (BufferError, RuntimeError) as error:  # its tensors cannot be lent
         refused = str(error)
     if refused is not None:
         return False  # built without them, or no CUDA device: nothing to warn of
@@ -87,7 +87,7 @@ def _can_be_trusted(device: torch.device, dtype: torch.dtype, trials: Trials) ->
 
 
 def _first_difference(device: torch.device, dtype: torch.dtype, trials: Trials) -> str | None:
-    """Which kernel gives something else than torch's operators; None: none."""
+    """The first kernel that differs from torch's operators; None: none."""
     for name, run in trials(device, dtype):
         with _force(True):
             got = run(dtype)

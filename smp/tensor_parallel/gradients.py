@@ -1,4 +1,4 @@
-"""Gradients of parameters that see the samples of the whole TP_GROUP.
+"""Gradients of parameters with the samples of the whole TP_GROUP.
 
 The loss of a job is the mean over its ranks of each rank's own.  Such a parameter's gradient
 is the sum over a TP_GROUP already, so it is divided by tp_size, and then averaged over the
@@ -6,11 +6,11 @@ RDP_GROUP alone.  It is divided before it is added to ``.grad``, which may hold 
 earlier steps.
 
 Ranks with the same samples have the same gradient, each of them whole, and the average over the
-DP_GROUP is it again.  But of what sees some positions of those samples alone
-(`mark_partial`), each has a part of the sum, which is multiplied by tp_size.
+DP_GROUP is it again.  A module with some positions of those samples (`mark_partial`) has a part
+of the sum, multiplied by tp_size.
 
-A table's gradient may be dense and much larger than what is looked up in it: such a module
-divides the gradient of that (``divides_gradient``, ``gradient_factor``).
+A table's gradient may be dense and much larger than the rows looked up: such a module divides
+the gradient of these (``divides_gradient``, ``gradient_factor``).
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from smp.tensor_parallel.slices import PARTIAL_GRADIENT, is_scaled_batch, slices
 
 
 def mark_partial(module: nn.Module) -> None:
-    """Note that each tp_rank has a part of the gradients of what is whole in a module."""
+    """Note that each tp_rank has a part of the gradients of a module's whole parameters."""
     for parameter in module.parameters():
         if slices_of(parameter) is None:
             setattr(parameter, PARTIAL_GRADIENT, True)
@@ -50,7 +50,7 @@ def scale(module: nn.Module) -> None:
 
 
 def _multiply(parameter: nn.Parameter, factor: float) -> None:
-    """Multiply a parameter's gradients, once however often it is asked for."""
+    """Multiply a parameter's gradients, once for any number of calls."""
     if not parameter.is_meta and not kept_marks.is_scaled(parameter):
         # Hooks of meta parameters are lost when these get their values.
         kept_marks.multiply_gradients(parameter, factor)

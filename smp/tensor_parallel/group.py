@@ -1,6 +1,6 @@
-"""The ranks that share the slices of a module: this rank's TP_GROUP.
+"""The ranks with the slices of one module: this rank's TP_GROUP.
 
-While a model is traced, which one rank does alone, the others are taken to have what it has.
+One rank alone traces a model; the other tp_ranks' sizes are then taken to be its own.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from smp.execution.compiled_code import not_traced
 from smp.tensor_parallel import assumed, order
 from smp.tensor_parallel.slices import Slices, share
 
-# The size of the TP_GROUP that is only thought of; None: there is the job's.
+# The size of a TP_GROUP under planning; None: the job's counts.
 _planned: ContextVar[int | None] = ContextVar("smp.tensor_parallel.planned", default=None)
 
 
 @contextlib.contextmanager
 def planned(size: int) -> Iterator[None]:
-    """In the block this process is tp_rank 0 of so many, and the others are not there."""
+    """In the block this process is tp_rank 0 of ``size``, without the others."""
     token = _planned.set(size)
     try:
         yield
@@ -55,7 +55,7 @@ def same_samples() -> bool:
 
 
 def shares(count: int) -> list[int]:
-    """How many of ``count`` things each tp_rank gets."""
+    """The number for each tp_rank of ``count`` things."""
     return share(count, size())
 
 
@@ -71,7 +71,7 @@ def call_of(path: str) -> str:
     """The module at ``path`` makes the collectives of this thread from now on.
 
     Returns:
-        whose path they had before, to be given back when the module's call ends.
+        the path before, to be given back at the end of the module's call.
 
     Raises:
         NotImplementedError: in a transform of ``torch.func``.
@@ -88,17 +88,17 @@ def call_of(path: str) -> str:
 
 
 def called_path() -> str:
-    """Whose collectives this thread makes."""
+    """The path of this thread's collectives."""
     return _called.path
 
 
 def begin_call() -> order.Call:
-    """A call of that module, as the order of collectives counts them."""
+    """A call of that module, in the count of the order of collectives."""
     return order.Call.of_module(_called.path)
 
 
 def is_traced() -> bool:
-    """Whether this rank traces the model, or plans how it is split, without the others."""
+    """Whether this rank traces the model, or plans its split, without the others."""
     if _planned.get() is not None:
         return True
     return runtime.current is not None and runtime.current.tracing
@@ -132,7 +132,7 @@ def gather_rows(
     Args:
         out, own: contiguous.
         lengths: of the slice of each tp_rank.
-        signature: of the sizes from which the lengths were assumed; 0: they are known.
+        signature: of the sizes behind assumed lengths; 0: they are known.
         axis: 0, if not `moves_columns`.
 
     Raises:
@@ -205,12 +205,12 @@ def reduce_rows(
 
 
 def _is_gloo(tp_group: Any, tensor: Tensor) -> bool:
-    """Whether gloo serves such tensors: all of host memory that smddp does not."""
+    """Whether gloo serves such tensors: all of host memory but smddp's."""
     return tensor.is_cpu or tp_group._get_backend(tensor.device).name() == "gloo"
 
 
 def _takes_rows(tp_group: Any, tensor: Tensor) -> bool:
-    """Whether rows need no lists of tensors, which are copied, and none of torch's checks."""
+    """Whether rows need no lists of tensors (these are copied), and no checks of torch's."""
     return isinstance(tp_group, ProcessGroup) and tensor.is_cpu
 
 
@@ -227,7 +227,7 @@ def elements(tensor: Tensor, axis: int, lengths: list[int]) -> list[int]:
 
 
 def rows_before(tensor: Tensor, axis: int) -> int:
-    """Of the matrix whose columns are slices along the axis; one if it has no elements."""
+    """The rows of the matrix with slices along the axis as columns; 1 without elements."""
     return math.prod(tensor.shape[:axis]) or 1
 
 

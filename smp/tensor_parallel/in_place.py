@@ -1,10 +1,10 @@
-"""Splitting a user's model: where it stands, or with a distributed form in its place.
+"""Splitting a user's model: in place, or with a distributed form in its place.
 
-What of a module is cut in place, a *plan* of its family says (``smp/nn/huggingface``, one file
-a family): a function that cuts a module's linears and makes it a region.  A registered class
-is replaced (``smp.tensor_parallel.replacement``).  Of models without either, each linear and
-embedding is split by itself.  A TP_GROUP of one rank splits nothing, and replaces as others do:
-scripts reach for what is in the distributed forms.
+A *plan* of its family cuts a module in place (``smp/nn/huggingface``, one file a family): a
+function that cuts a module's linears and makes it a region.  A registered class is replaced
+(``smp.tensor_parallel.replacement``).  In models without either, each linear and embedding is
+split by itself.  A TP_GROUP of one rank splits nothing, and replaces as others do: scripts
+reach for parts of the distributed forms.
 """
 
 import functools
@@ -19,12 +19,16 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from smp.execution import compiled_code
+from smp.job import objects
 from smp.modules import activation_checkpointing, delayed_init
 from smp.modules.stand_ins import users_class
 from smp.partitioning.partition import keep_together
+from smp.ranks import CommGroup
 from smp.tensor_parallel import (
     adapters,
+    changed,
     group,
+    inside_regions,
     leaf_trial,
     marking,
     replacement,
@@ -32,6 +36,7 @@ from smp.tensor_parallel import (
 )
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import TooShort
+from smp.tensor_parallel.regions import REGION
 from smp.tensor_parallel.slices import PATH
 
 FAMILIES = "smp.nn.huggingface"
@@ -41,24 +46,24 @@ Plan = Callable[[nn.Module, str], None]  # cuts the module at a path
 
 
 class Outcome(NamedTuple):
-    """What became of a marked module."""
+    """The outcome for a marked module."""
 
     path: str
     class_name: str
-    reason: str  # why it was left whole; "": it was split
+    reason: str  # the reason for a whole module; "": it was split
 
 
 # Splits one module by itself; with True by rows, as tied embeddings and linears are.
 _leaves: dict[type[nn.Module], Callable[..., None]] = {}
 
-# Modules that look at their children's weights themselves.
+# Modules with reads of their own of their children's weights.
 _USE_CHILDRENS_WEIGHTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def register_leaf(cls: type[nn.Module], split: Callable[..., None]) -> None:
     """Have marked modules of this class split by ``split(module, by_rows)``.
 
-    Those of a class that inherits from it are, where a trial shows that they can be.
+    Instances of a subclass are split where a trial shows that they can be.
     """
     _leaves[cls] = split
 
@@ -67,8 +72,8 @@ def split(model: nn.Module) -> tuple[nn.Module, list[Outcome]]:
     """Split the marked modules.  Collective over the TP_GROUP.
 
     Returns:
-        the model, which is another where a distributed module takes the place of all of it;
-        and what became of each marked module that could be split by itself.
+        the model, another one where a distributed module replaces all of it;
+        and the outcome for each marked module that could be split by itself.
     """
     splitting = _Splitting(model)
     splitting.run()
@@ -87,6 +92,7 @@ class _Splitting:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self.owners[id(parameter)].append(module)
+        self.changed: dict[nn.Module, str] = {}  # why modules are left whole
         self.out: list[Outcome] = []
         self.warned: dict[str, list[str]] = defaultdict(list)  # paths by reason
         self.trials: dict[int, str] = {}  # of a leaf of a user's class, by id
@@ -96,6 +102,8 @@ class _Splitting:
 
     def run(self) -> None:
         checkpointed = activation_checkpointing.lift(self.model)
+        if group.size() > 1:
+            self._find_changed()
         self._visit(self.model, "", None)
         self._warn()
         if self.has_plans:
@@ -122,7 +130,7 @@ class _Splitting:
             return
         self.done.add(id(module))
         if isinstance(module, DistributedModule):
-            return  # made so by the user: what is in it is split already
+            return  # made so by the user: its parts are split already
         cls = type(module)
         is_marked = marking.configuration(module) is not None
         if is_marked and (replacement.registration_of(module) or _wanted_form(module)):
@@ -131,15 +139,13 @@ class _Splitting:
         if is_marked and group.size() > 1:
             plan = plan_of(cls)
             if plan is not None:
-                changed = _changed_by_user(cls)
-                if changed:
-                    self.warned[changed].append(path)
                 # Its parts may have plans of their own, and marks.
-                reason = changed or self._shared_outside(module)
+                reason = self._changed(module, path) or self._shared_outside(module)
                 if not self._left_whole(module, path, reason):
                     adapters.check(module, path)
                     _carry_out(plan, module, path)
                     split_parameters.guard(module, path)
+                    _watch(module, path)
                     self.has_plans = True
                     keep_together(module)
                     in_plan = True
@@ -153,6 +159,34 @@ class _Splitting:
         for name, child in module.named_children():
             below = f"{path}.{name}" if path else name
             self._visit(child, below, module, in_family, in_plan)
+
+    def _find_changed(self) -> None:
+        """Find a script's changes on any rank.  Collective over all ranks."""
+        modules = [
+            one
+            for one in self.paths
+            if marking.configuration(one) is not None
+            and not isinstance(one, DistributedModule)
+            and (_is_planned(type(one)) or leaf_class(one) is not None)
+        ]
+        if not modules:
+            return
+        reasons = [_why_whole(one) for one in modules]
+        own = bytes(map(bool, reasons))
+        everyones = [own]
+        if not group.is_traced():
+            everyones = objects.gather_bytes("smp.DistributedModel", CommGroup.WORLD, own)
+        if len(set(map(len, everyones))) > 1:
+            everyones = [own]  # the models differ, as the first step says by name
+        for module, reason, *flags in zip(modules, reasons, *everyones, strict=True):
+            if any(flags):
+                self.changed[module] = reason or "it is changed on another rank"
+
+    def _changed(self, module: nn.Module, path: str) -> str:
+        reason = self.changed.get(module, "")
+        if reason:
+            self.warned[reason].append(path)
+        return reason
 
     def _left_whole(self, module: nn.Module, path: str, reason: str) -> bool:
         self.out.append(Outcome(path, type(module).__name__, reason))
@@ -180,7 +214,7 @@ class _Splitting:
     def _split_leaf(
         self, module: nn.Module, path: str, parent: nn.Module | None, in_family: bool
     ) -> bool:
-        """Returns whether it is split."""
+        """Returns whether the leaf is split."""
         if module._parameters.get("weight") is None:
             return not self._left_whole(
                 module, path, "its weight is not a parameter of its own"
@@ -192,7 +226,7 @@ class _Splitting:
         if in_family and not is_cut_by_rows(module):
             vocabulary = tied or isinstance(module, nn.Embedding)
             if not (vocabulary and config.get("distribute_embedding")):
-                return False  # the family's plan says what is split
+                return False  # the family's plan decides on splits
         reason = ""
         if others and not tied:
             reason = "its parameter 'weight' is shared with a module outside of it"
@@ -201,9 +235,11 @@ class _Splitting:
         elif _length_that_is_cut(module, by_rows) < group.size():
             reason = f"it is too small for tensor_parallel_degree={group.size()}"
         else:
-            reason = self._not_proven(module, by_rows)
+            reason = self._changed(module, path) or self._not_proven(module, by_rows)
             for other in others:
-                if not reason and (why := self._not_proven(other, by_rows)):
+                if reason:
+                    break
+                if why := self.changed.get(other) or self._not_proven(other, by_rows):
                     reason = f"it shares its weight with a {type(other).__name__}: {why}"
         if not self._left_whole(module, path, reason):
             module.__dict__[PATH] = path
@@ -212,7 +248,7 @@ class _Splitting:
         return not reason
 
     def _not_proven(self, module: nn.Module, by_rows: bool) -> str:
-        """Why a leaf is to be left whole; "": it is PyTorch's, or has proved itself."""
+        """The reason for a leaf to stay whole; "": it is PyTorch's, or has proved itself."""
         if isinstance(module, DistributedModule) or users_class(type(module)) in _leaves:
             return ""
         if id(module) not in self.trials:
@@ -236,7 +272,7 @@ class _Splitting:
             warnings.warn(f"smp: {where}{more} left whole: {reason}", stacklevel=6)
 
     def _shared_outside(self, module: nn.Module) -> str:
-        """Why a module cannot be split alone: the parameter that others own, too; or ""."""
+        """Why not to split a module alone: a parameter shared with others; or ""."""
         inside = set(module.modules())
         for name, parameter in module.named_parameters():
             if not set(self.owners[id(parameter)]) <= inside:
@@ -245,7 +281,7 @@ class _Splitting:
 
 
 def leaf_class(module: nn.Module) -> type[nn.Module] | None:
-    """The class of PyTorch's that a leaf is of, or inherits from; None: it is no leaf."""
+    """The class of PyTorch's behind a leaf; None: no leaf."""
     return next((base for base in type(module).__mro__ if base in _leaves), None)
 
 
@@ -256,10 +292,10 @@ def _split_as(module: nn.Module, by_rows: bool) -> None:
 
 
 def _carry_out(plan: Plan, module: nn.Module, path: str) -> None:
-    """Split a module as the plan says.
+    """Split a module by its plan.
 
     Raises:
-        ValueError: it has fewer heads or channels than there are tp_ranks.
+        ValueError: the module has fewer heads or channels than there are tp_ranks.
     """
     try:
         plan(module, path)
@@ -272,7 +308,7 @@ def _carry_out(plan: Plan, module: nn.Module, path: str) -> None:
 
 
 def _replaced(module: nn.Module, path: str) -> nn.Module | str:
-    """What takes a module's place; or why nothing does.  Collective over the TP_GROUP."""
+    """The replacement of a module; or the reason for none.  Collective over the TP_GROUP."""
     form = None if replacement.registration_of(module) else _wanted_form(module)
     if form:
         return form.replace(module, path)
@@ -288,14 +324,14 @@ def is_cut_by_rows(module: nn.Module) -> bool:
 
 
 def _length_that_is_cut(module: Any, by_rows: bool) -> int:
-    """Of a linear by itself its inputs, of an embedding its dimension; by rows, the rows."""
+    """The length to cut: a linear's inputs, an embedding's dimension; by rows, the rows."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings if by_rows else module.embedding_dim
     return module.out_features if by_rows else module.in_features
 
 
 def family_of(cls: type[nn.Module]) -> str | None:
-    """The module with the plans for a class of transformers, or what inherits from it."""
+    """The module with the plans for a class of transformers, or for a subclass."""
     for base in cls.__mro__:
         if base.__module__.startswith("transformers.models."):
             folder = base.__module__.split(".")[2]  # gpt_neo, for example
@@ -311,36 +347,42 @@ def _named_in_family(cls: type[nn.Module], kind: str) -> dict[str, Any]:
 
 
 def plan_of(cls: type[nn.Module]) -> Plan | None:
-    """The plan for a class, or for the class that it inherits from."""
+    """The plan for a class, or for its base class."""
     plans = _named_in_family(cls, "IN_PLACE")
     return next((plans[b.__name__] for b in cls.__mro__ if b.__name__ in plans), None)
 
 
-def _changed_by_user(cls: type[nn.Module]) -> str:
-    """Why a class's plan may not hold for it; "": it is the class, or does the same.
+def _is_planned(cls: type[nn.Module]) -> bool:
+    return plan_of(cls) is not None
 
-    The plan is for the methods of a class of transformers; what a subclass of the user's does
-    in their place, a norm over inner channels for example, is not known.
-    """
-    plans = _named_in_family(cls, "IN_PLACE")
-    for one in users_class(cls).__mro__:
-        if one.__module__.startswith("transformers."):
-            return ""
-        methods = (name for name, value in vars(one).items() if callable(value))
-        own = {name for name in methods if name == "__call__" or not name.startswith("__")}
-        base = next(b for b in one.__mro__ if b.__name__ in plans and b is not one)
-        if instead := sorted(name for name in own - {"extra_repr"} if hasattr(base, name)):
-            return (
-                f"its class {one.__name__} has a {instead[0]} of its own, and the plan for "
-                f"tensor parallelism is {base.__name__}'s"
-            )
-    return ""
+
+def _why_whole(module: nn.Module) -> str:
+    """This rank's reason to leave a module with a plan, or a leaf, whole; ""."""
+    cls = type(module)
+    if _is_planned(cls):
+        return changed.why_whole(module, _named_in_family(cls, "IN_PLACE"), _is_planned)
+    method = changed.method_of_instance(module)
+    return f"it has another {method} than its class" if method else ""
+
+
+def _watch(module: nn.Module, path: str) -> None:
+    """Have the region in a split module look at the modules inside."""
+    inside = dict(changed.inside(module, _is_planned))
+    places = {}
+    for inner, one in inside.items():
+        parent, _, name = inner.rpartition(".")
+        if inner:
+            place = inside_regions.Place(inside[parent], name, one)
+            places[f"{path}.{inner}".lstrip(".")] = place
+    for one in inside.values():
+        if REGION in one.__dict__:
+            inside_regions.watch(one, path, places)
 
 
 def _wanted_form(module: nn.Module) -> Any:
-    """The ``smp.nn.huggingface.forms.Form`` that is to take a module's place, if there is one.
+    """The ``smp.nn.huggingface.forms.Form`` for a module's place, if there is one.
 
-    Of a class of transformers itself: what inherits from it may do something else.
+    Only a class of transformers itself has one: a subclass may act otherwise.
     """
     wanted = (marking.configuration(module) or {}).get("replace")
     cls = users_class(type(module))

@@ -1,8 +1,8 @@
-"""What a split model's tensors keep through ``model.to(...)`` and the like.
+"""Marks of a split model's tensors, kept through ``model.to(...)`` and the like.
 
-torch may put a new tensor into a module, or exchange what is behind a parameter (with
+torch may put a new tensor into a module, or exchange the tensor behind a parameter (with
 ``torch.__future__.set_swap_module_params_on_conversion``, or for some devices): its attributes
-and hooks are gone then.  How it is cut and the factor of its gradients must not be.
+and hooks are gone then.  Its cut and its gradients' factor must stay.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def note_factor_of_module(parameter: Tensor) -> None:
 def multiply_gradients(parameter: Tensor, factor: float) -> None:
     """Multiply its gradients, from the next backward on, also if it is converted before."""
     frozen = not parameter.requires_grad
-    parameter.requires_grad_(True)  # a hook is for a parameter that trains, now or later
+    parameter.requires_grad_(True)  # a hook is for a parameter in training, now or later
     parameter.register_hook(lambda gradient: gradient * factor)
     parameter.requires_grad_(not frozen)
     setattr(parameter, SCALES, factor)
@@ -37,7 +37,7 @@ def multiply_gradients(parameter: Tensor, factor: float) -> None:
 
 @contextlib.contextmanager
 def kept(module: nn.Module) -> Iterator[None]:
-    """A block that converts the module's own parameters and buffers."""
+    """A block around a conversion of the module's own parameters and buffers."""
     registers: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     before = [
         (register, name, tensor, type(tensor), ours)
@@ -64,10 +64,10 @@ def kept(module: nn.Module) -> Iterator[None]:
 
 
 def attach_hooks(parameter: Tensor) -> None:
-    """Have the hooks that a parameter lists be called again.
+    """Have a parameter's listed hooks be called again.
 
-    Where what is behind it was exchanged torch lists them still, and those that come later, and
-    calls none.
+    After an exchange of the tensor behind it, torch still lists them, and later ones, but calls
+    none.
     """
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, kind, None)
@@ -82,7 +82,7 @@ def _ours(tensor: Tensor) -> dict[str, Any]:
 
 @functools.cache
 def keep_from_now() -> None:
-    """Have every module's conversions keep them: a script converts the wrapped one, too."""
+    """Have all conversions keep the marks: a script converts the wrapped module, too."""
     plain = nn.Module._apply
 
     @functools.wraps(plain)

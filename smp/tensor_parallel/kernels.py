@@ -1,9 +1,8 @@
 """The kernels of tensor parallelism, with their gradients.
 
-Tensors of float32, float16 or bfloat16 in host memory, or on a GPU for which the core has
-kernels (``gpu_kernels.py``), go through the C core (``csrc/tp_kernels``), which computes in
-float32; others, and all while a model is compiled, through a composition of torch's operators
-with the same meaning and the same dropout.
+The C core (``csrc/tp_kernels``) takes tensors of float32, float16 or bfloat16 in host memory,
+or on a GPU with kernels (``gpu_kernels.py``).  It computes in float32.  Others, and all while a
+model is compiled, go through torch's operators, with the same meaning and the same dropout.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _PLAIN = (Tensor, torch.nn.Parameter, SplitParameter)
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which elements a call drops: a function of ``seed`` and each one's global index alone.
+    """The elements dropped by a call: a function of ``seed`` and each one's global index alone.
 
-    So the ranks that have parts of a tensor drop what one rank with all of it would.  The
-    index of element (r, c) of a call is ``first + r // run * jump + r % run * width + c``,
-    with r over all dimensions but the last; without ``jump`` its rows follow one another.
+    So ranks with parts of a tensor drop the same elements as one rank with all of it.  The
+    index of element (r, c) of a call is ``first + r // run * jump + r % run * width + c``; r is
+    over all dimensions but the last.  Without ``jump`` the rows follow one another.
 
-    ``p``: the probability that an element becomes 0; the others are divided by 1 - p.
+    ``p``: the probability of an element to become 0; the others are divided by 1 - p.
     ``seed``: an int of 64 bits.  ``width``: elements of a whole row (default: of the call's).
     """
 
@@ -63,13 +62,13 @@ class Dropout:
         return cls(p, seed, heads.start * one, keys, len(heads) * queries or 1, of * one)
 
     def placed(self, columns: int) -> tuple[float, int, int, int, int, int]:
-        """What the core takes, for rows of so many elements."""
+        """The core's arguments, for rows of so many elements."""
         width = columns if self.width is None else self.width
         jump = width if self.jump is None else self.jump
         return (self.p, self.seed, self.first, self.run, jump, width)
 
     def factors(self, like: Tensor) -> Tensor:
-        """What each element is multiplied with, by torch alone; of the shape of ``like``."""
+        """The factor of each element, by torch alone; of the shape of ``like``."""
         if self.p in (0, 1):
             return torch.full_like(like, 1 - self.p)
         columns = like.shape[-1] if like.dim() else 1
@@ -108,7 +107,7 @@ def _in_c(first: Tensor, *rest: Tensor | None, ids: Tensor | None = None) -> boo
     device, dtype = first.device, first.dtype
     if type(first) not in _PLAIN or dtype not in _DTYPES or torch.compiler.is_compiling():
         return False
-    for t in rest:  # no generator: that is a microsecond
+    for t in rest:  # no generator: it takes a microsecond
         if t is not None and (type(t) not in _PLAIN or t.dtype != dtype or t.device != device):
             return False
     return (ids is None or ids.device == device) and (
@@ -117,7 +116,7 @@ def _in_c(first: Tensor, *rest: Tensor | None, ids: Tensor | None = None) -> boo
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
-    """Rows and columns of what is a row of its last dimension."""
+    """Rows and columns, for rows along the last dimension."""
     columns = x.shape[-1]
     return (x.numel() // columns if columns else 0), columns
 
@@ -260,7 +259,7 @@ def bias_dropout_residual_layer_norm(
     eps: float = 1e-5,
     drop: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``layer_norm(residual + dropout(x + bias)) * weight + shift``, and what it normalises.
+    """``layer_norm(residual + dropout(x + bias)) * weight + shift``, and the norm's input.
 
     x and residual [..., columns], the rest [columns].  The second result is the residual
     stream where the norm comes before the next module.  Raises ValueError for other shapes.
@@ -326,7 +325,7 @@ class _Softmax(torch.autograd.Function):
 
 
 def _seen(scores: Tensor, sight: tuple[bool, int, int, int]) -> Tensor:
-    """Which keys each query sees: bool [queries, keys]."""
+    """The keys seen by each query: bool [queries, keys]."""
     _, first, _, window = sight
     queries, keys = scores.shape[-2:]
     at = torch.arange(first, first + queries, device=scores.device)[:, None]
@@ -346,12 +345,12 @@ def masked_softmax_dropout(
 ) -> Tensor:
     """``dropout(softmax(scores * scale + mask))`` over the last dimension.
 
-    scores [..., queries, keys]; mask, of a shape that broadcasts to it, is added, or says
-    which keys are seen if it is bool.  ``causal``: a query sees the keys up to its own
-    position, with ``window`` the last so many of those; the first query's position is
-    ``first_query`` (default: keys - queries, so that the last one sees all).  A row whose
-    keys are all masked with -inf is 0.  Raises ValueError for a mask that does not
-    broadcast, and for a window without ``causal`` or below 1.
+    scores [..., queries, keys]; mask, broadcast to the same shape, is added; a bool mask is
+    True for the keys seen.  ``causal``: a query sees the keys up to its own position, with
+    ``window`` the last so many of those.  The first query's position is ``first_query``
+    (default: keys - queries, so the last one sees all).  A row whose keys are all masked with
+    -inf is 0.  Raises ValueError for a mask that does not broadcast, and for a window
+    without ``causal`` or below 1.
     """
     shape = scores.shape
     if scores.dim() < 2:
@@ -383,11 +382,11 @@ def masked_softmax_dropout(
 
 @dataclass
 class Statistics:
-    """What cross-entropy needs of each row of logits [rows, columns]; all [rows], float32.
+    """Cross-entropy's numbers for each row of logits [rows, columns]; all [rows], float32.
 
-    For logits whose columns are split over ranks, first of a rank's own columns, and then of
-    all: ``top`` is the largest of the ranks', ``sum`` the sum of ``sum * exp(top - all's
-    top)``, ``target`` and ``every`` are sums.
+    For logits with columns split over ranks, first of a rank's own columns, and then of all:
+    ``top`` is the largest of the ranks', ``sum`` the sum of ``sum * exp(top - all's top)``,
+    ``target`` and ``every`` are sums.
     """
 
     top: Tensor  # the largest logit; -inf without columns
@@ -406,9 +405,9 @@ def cross_entropy_statistics(
 ) -> Statistics:
     """The statistics of a rank's own columns, those of ids ``start`` and on.
 
-    logits [rows, columns]; targets [rows], int64, of which ``ignore_index`` says that the row
-    does not count.  Of float64 logits they are float64.  Raises IndexError for a target that
-    is neither that nor in [0, vocabulary), and ValueError for shapes that do not fit.
+    logits [rows, columns]; targets [rows], int64; a row with ``ignore_index`` does not count.
+    Statistics of float64 logits are float64.  Raises IndexError for a target neither
+    ``ignore_index`` nor in [0, vocabulary), and ValueError for wrong shapes.
     """
     if logits.dim() != 2 or not 0 <= start <= vocabulary - logits.shape[1]:
         raise ValueError(
@@ -447,7 +446,7 @@ def cross_entropy_statistics(
 
 
 def _statistics(logits: Tensor, columns: Tensor, every: bool) -> Statistics:
-    """By torch alone; ``columns`` of the targets, which may be others than there are."""
+    """By torch alone; ``columns`` of the targets, perhaps outside the logits."""
     x = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = torch.cat([x, x.new_full((len(x), 1), -torch.inf)], 1).amax(1)
     base = top.masked_fill(top == -torch.inf, 0)[:, None]
@@ -552,12 +551,12 @@ def split_cross_entropy(
     label_smoothing: float = 0.0,
     in_place: bool = False,
 ) -> Tensor:
-    """The loss of each row, float32 [rows], 0 for rows whose target is ``ignore_index``.
+    """The loss of each row, float32 [rows], 0 for rows with the target ``ignore_index``.
 
-    logits [rows, columns] are a rank's own columns of all, those of ids ``start`` and on;
-    ``combine`` makes all ranks' statistics of its own ones, by collectives.  Each rank
-    gets the losses of all columns, and in backward the gradient of its own.  ``in_place``
-    writes that over the logits, which nobody else may need.  Errors as for
+    logits [rows, columns] are a rank's own columns of all, those of ids ``start`` and on.
+    ``combine`` makes all ranks' statistics of its own ones, by collectives.  Each rank gets the
+    losses of all columns, and in backward the gradient of its own.  ``in_place`` writes that
+    gradient over the logits, needed by no other code then.  Errors as for
     :func:`cross_entropy_statistics`.
     """
     return _CrossEntropy.apply(
@@ -600,7 +599,7 @@ class _Embedding(torch.autograd.Function):
         if sparse:
             at, values = ids[here] - start, grad[here]
             out = torch.sparse_coo_tensor(at[None], values, shape, check_invariants=False)
-        else:  # ids that are not here add to a row behind the table
+        else:  # ids of other ranks add to a row behind the table
             at = torch.where(here, ids - start, shape[0])
             wide = grad.float() if grad.dtype in _HALF else grad  # as the core sums
             out = torch.ops.aten.embedding_dense_backward(wide, at, shape[0] + 1, -1, False)
@@ -618,10 +617,10 @@ def split_embedding(
 ) -> Tensor:
     """Rows of a rank's slice of a table, zeros for ids of other ranks' slices.
 
-    table [rows, columns] has the ids ``start`` and on; ids of any shape; the result [*ids,
-    columns], so that the sum over ranks is what the whole table gives.  ``padding_idx`` gets
-    no gradient.  With ``sparse`` the gradient is COO, with an entry for each id of the slice,
-    in their order.  Raises ValueError for a table that is no matrix.
+    table [rows, columns] has the ids ``start`` and on; ids have any shape.  The result is
+    [*ids, columns]: its sum over ranks is the whole table's.  ``padding_idx`` gets no gradient.
+    With ``sparse`` the gradient is COO, with an entry for each id of the slice, in their order.
+    Raises ValueError for a table that is no matrix.
     """
     if table.dim() != 2:
         raise ValueError(f"table must be [rows, columns], got {tuple(table.shape)}")
@@ -632,10 +631,10 @@ def split_embedding(
 def _trials(
     device: torch.device, dtype: torch.dtype
 ) -> list[tuple[str, Callable[[torch.dtype], list[Tensor]]]]:
-    """Each kernel: from the dtype in which it computes to outputs and gradients.
+    """Each kernel: from the dtype of computing to outputs and gradients.
 
     Args:
-        dtype: that of the kernel; what it is given has the same values in the other.
+        dtype: that of the kernel; its inputs have the same values in the other.
     """
     drop = Dropout(0.25, 0x5EED << 40 | 7, first=13)
     source = torch.Generator().manual_seed(1)

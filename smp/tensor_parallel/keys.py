@@ -1,14 +1,12 @@
-"""Keys by which the core sees that the tp_ranks make the same collective, each for itself.
+"""Keys of collectives: by them the core sees that the tp_ranks make the same one.
 
-Two modules of equal sizes make equal operations: ranks of which one is in the first and one in
-the second would add up slices of two modules.  So every collective of a module says by its key
-(``key`` in csrc/comm/collective/checks/call.h) what it belongs to.  A key is 32 bits: from the
-path of the module and the phase, 22; from the call and the collective in it, 10.
+Two modules of equal sizes make equal operations: ranks in the first and ranks in the second
+would add up slices of two modules.  So every collective of a module sends its key (``key`` in
+csrc/comm/collective/checks/call.h).  A key is 32 bits: from the path of the module and the
+phase, 22; from the call and the collective in it, 10.
 """
 
-import functools
 import hashlib
-import re
 
 from smp import _core
 from smp.execution import runtime
@@ -18,13 +16,11 @@ _OF_CALL = 10  # bits
 _OF_MODULE = 32 - _OF_CALL
 _MODULES, _CALLS = 2**_OF_MODULE, 2**_OF_CALL
 
-# Odd, so that what is less than 2**10 apart does not meet.
+# Odd: keys less than 2**10 apart do not meet.
 _A_PHASE = 0x9E377
 _A_COLLECTIVE = 331
 
-_KEY = re.compile(re.escape(_core.WITH_KEY) + "([0-9a-f]{8})")
-
-_numbers: dict[str, int] = {}  # of paths that were asked for
+_numbers: dict[str, int] = {}  # of paths in use
 
 
 def of_collective(path: str, phase: int, call: int, collective: int) -> int:
@@ -33,8 +29,8 @@ def of_collective(path: str, phase: int, call: int, collective: int) -> int:
     Args:
         path: of the module.
         phase: by its number in ``_core.phases``.
-        call: a number that the call, or the backward of one, has on all tp_ranks.
-        collective: how many the call has made before.
+        call: a number of the call, or of its backward, alike on all tp_ranks.
+        collective: the number of the call's collectives before.
     """
     number = _numbers.get(path)
     if number is None:
@@ -50,24 +46,24 @@ def _number_of(path: str) -> int:
 
 def tell_unlike(error: BaseException) -> bool:
     """Whether a collective has failed because other tp_ranks made one of another module."""
-    return len(_KEY.findall(str(error))) > 1
+    return isinstance(error, _core.Error) and len(error.keys) > 1
 
 
 def explained(error: BaseException) -> str:
-    """What an error says, with modules in the place of keys."""
-    text = str(error)
-    keys = [int(digits, 16) for digits in _KEY.findall(text)]
-    if not keys:
-        return text
+    """An error's text, with modules in the place of keys."""
+    said = str(error)
+    if not isinstance(error, _core.Error) or not error.keys:
+        return said
     paths = {*_numbers, *_paths_of_models()}
-    said = _KEY.sub(functools.partial(_in_words, paths), text)
-    if len(keys) > 1 and len({key // _CALLS for key in keys}) == 1:
+    for key in error.keys:
+        said = said.replace(f"{_core.WITH_KEY}{key:08x}", _in_words(paths, key))
+    if len(error.keys) > 1 and len({key // _CALLS for key in error.keys}) == 1:
         said += "; these are two calls of the module, or two collectives of one call"
     return said
 
 
-def _in_words(paths: set[str], found: re.Match[str]) -> str:
-    of_module = int(found[1], 16) // _CALLS
+def _in_words(paths: set[str], key: int) -> str:
+    of_module = key // _CALLS
     named = sorted(
         f"module '{path}' ({_core.phases[phase]})"
         for path in paths

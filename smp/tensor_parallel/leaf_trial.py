@@ -1,13 +1,13 @@
-"""Whether a linear or embedding of a user's class gives split what it gives whole.
+"""A trial of a linear or embedding of a user's class: split, it must act as whole.
 
-Such a class has a ``forward`` around that of PyTorch's class, a factor for example, and what it
-does there is not known.  So two small copies with random weights get a few rows, one of them
-split.  Outputs and gradients must be the same.  The split copy's weight is no more than this
-rank's slice: a ``forward`` that reads it by itself fails the trial.
+Such a class has a ``forward`` around that of PyTorch's class, a factor for example, with
+unknown effects.  So two small copies with random weights get a few rows, one of them split.
+Outputs and gradients must be the same.  The split copy's weight is no more than this rank's
+slice: a ``forward`` with its own read of it fails the trial.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,19 +20,19 @@ from smp.modules.stand_ins import users_class
 from smp.tensor_parallel import group, step_end
 from smp.tensor_parallel.slices import PATH, slices_of
 
-_LARGE = 1 << 20  # elements of a weight, from which a copy has fewer rows
+_LARGE = 1 << 20  # elements of a weight; a copy of a larger one has fewer rows
 _SEED = 20_011
-# What the forward of nn.Embedding does for all samples at once; it is not in question.
+# Effects of nn.Embedding's forward on all samples at once; they are not in question.
 _OF_ALL_SAMPLES = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
 
 
 def why_whole(module: nn.Module, path: str, split: Callable[[nn.Module], None]) -> str:
-    """Why a module is to be left whole; "": it has proved itself.
+    """The reason for a module to stay whole; "": it has proved itself.
 
-    Collective over the TP_GROUP; where that is only planned, every module is taken to pass.
+    Collective over the TP_GROUP; under planning, every module is taken to pass.
 
     Args:
-        module: of a class that inherits from ``nn.Linear`` or ``nn.Embedding``; stays as it is.
+        module: of a subclass of ``nn.Linear`` or ``nn.Embedding``; stays as it is.
         path: of it.
         split: splits such a module.
     """
@@ -47,19 +47,20 @@ def why_whole(module: nn.Module, path: str, split: Callable[[nn.Module], None]) 
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):
-        whole, part = (_copy(module, device) for _ in range(2))
+        failed = ""
+        try:
+            whole, part = (_copy(module, device) for _ in range(2))
+            wanted = _of_whole(whole)
+        except Exception as error:  # any exception of a user's code
+            failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if _somewhere(bool(failed), device):
+            failed = failed or "an error on another rank"
+            return f"{its}, which cannot be tried with rows alone ({failed})"
         part.__dict__[PATH] = path
-        wanted, error = _of_whole(whole)
-        if wanted is None:
-            return f"{its}, which cannot be tried with rows alone ({_in_words(error)})"
         split(part)
         if _differs(part, wanted, device):
             return f"{its}, which does not give the same when the weight is split"
     return ""
-
-
-def _in_words(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 # ---------------------------------------------------------------------------------- copies
@@ -67,7 +68,7 @@ def _in_words(error: Exception | None) -> str:
 
 def _copy(module: nn.Module, device: torch.device) -> nn.Module:
     """A module of the same class without hooks, in float64, with values alike on all ranks."""
-    draw = torch.Generator().manual_seed(_SEED)
+    draw = torch.Generator("cpu").manual_seed(_SEED)
     made: dict[int, nn.Module] = {}
     values: dict[int, nn.Parameter] = {}
 
@@ -77,7 +78,7 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
             if any(one is named for named in (weight, module._parameters.get("bias"))):
                 shape[0] = rows
             # Those of few axes are factors and norms: they may have to be positive.
-            value = torch.empty(shape, dtype=torch.float64)
+            value = torch.empty(shape, dtype=torch.float64, device="cpu")
             if len(shape) > 1:
                 value.normal_(generator=draw)
             else:
@@ -93,8 +94,7 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
         tables = vars(twin).keys()
         for name, value in vars(one).items():
             if name not in tables:
-                containers = (list, dict, set)
-                twin.__dict__[name] = value.copy() if isinstance(value, containers) else value
+                twin.__dict__[name] = _attribute(value, device)
         twin.__dict__["training"] = one.training
         for name, p in one._parameters.items():
             twin._parameters[name] = None if p is None else parameter(p)
@@ -120,11 +120,18 @@ def _copy(module: nn.Module, device: torch.device) -> nn.Module:
     return twin
 
 
+def _attribute(value: Any, device: torch.device) -> Any:
+    """A plain attribute's value, where changes are not seen in the module itself."""
+    if isinstance(value, Tensor):
+        return delayed_init.value_of(value).to(device)
+    return value.copy() if isinstance(value, list | dict | set) else value
+
+
 # ------------------------------------------------------------------------------- the trial
 
 
 class _Wanted(NamedTuple):
-    """What the whole module gives of this rank's input.
+    """The whole module's results for this rank's input.
 
     Attributes:
         form: of the input.
@@ -139,20 +146,20 @@ class _Wanted(NamedTuple):
     all: dict[str, Tensor | None]
 
 
-def _of_whole(module: nn.Module) -> tuple[_Wanted | None, Exception | None]:
-    failed = None
-    for form in _forms(module):
+def _of_whole(module: nn.Module) -> _Wanted:
+    forms = _forms(module)
+    for number, form in enumerate(forms, 1):
         try:
             runs = [_run(module, form, rank) for rank in range(group.size())]
-        except Exception as error:  # whatever a user's code raises
-            failed = failed or error
-            continue
-        outputs, own = runs[group.rank()]
-        total = own
-        if not group.same_samples():
-            total = {name: _sum([of[name] for _, of in runs]) for name in own}
-        return _Wanted(form, outputs, own, total), None
-    return None, failed
+            break
+        except Exception:  # any exception of a user's code
+            if number == len(forms):
+                raise
+    outputs, own = runs[group.rank()]
+    total = own
+    if not group.same_samples():
+        total = {name: _sum([of[name] for _, of in runs]) for name in own}
+    return _Wanted(form, outputs, own, total)
 
 
 def _sum(gradients: list[Tensor | None]) -> Tensor | None:
@@ -160,26 +167,25 @@ def _sum(gradients: list[Tensor | None]) -> Tensor | None:
     return torch.stack(there).sum(0) if there else None
 
 
-def _forms(module: Any) -> Iterator[tuple[int, ...]]:
-    """The shapes that inputs may have: samples, positions and channels, or some of them."""
+def _forms(module: Any) -> list[tuple[int, ...]]:
+    """The possible shapes of inputs: samples, positions and channels, or some of them."""
     if isinstance(module, nn.Embedding):
-        yield from ((2, 2 * group.size() + 3), (4 * group.size() + 6,))
-    else:
-        yield from ((2, 3, module.in_features), (6, module.in_features))
+        return [(2, 2 * group.size() + 3), (4 * group.size() + 6,)]
+    return [(2, 3, module.in_features), (6, module.in_features)]
 
 
 def _input(module: Any, form: tuple[int, ...], rank: int) -> Tensor:
-    """What a rank has; under ``prescaled_batch`` all have the same."""
+    """A rank's input; under ``prescaled_batch`` all have the same."""
     rank = 0 if group.same_samples() else rank
-    draw = torch.Generator().manual_seed(_SEED + rank)
+    draw = torch.Generator("cpu").manual_seed(_SEED + rank)
     device = module.weight.device
     if not isinstance(module, nn.Embedding):
-        values = torch.randn(form, dtype=torch.float64, generator=draw)
+        values = torch.randn(form, dtype=torch.float64, generator=draw, device="cpu")
         return values.to(device).requires_grad_()
     rows = module.num_embeddings
-    # Of every slice of the rows.
-    spread = torch.linspace(0, rows - 1, math.prod(form)).long()
-    shifts = torch.randint(0, rows, form, generator=draw) * (rank % 2)
+    # Indices of every slice of the rows.
+    spread = torch.linspace(0, rows - 1, math.prod(form), device="cpu").long()
+    shifts = torch.randint(0, rows, form, generator=draw, device="cpu") * (rank % 2)
     return ((spread.view(form) + shifts) % rows).to(device)
 
 
@@ -215,7 +221,7 @@ class _OthersFailed(Exception):
 
 
 def _differs(part: nn.Module, wanted: _Wanted, device: torch.device) -> bool:
-    """Whether on some rank the split module gives something else, or fails."""
+    """Whether on some rank the split module differs, or fails."""
     before = group.call_of(part.__dict__[PATH])
 
     def meet() -> None:
@@ -226,7 +232,7 @@ def _differs(part: nn.Module, wanted: _Wanted, device: torch.device) -> bool:
         outputs, gradients = _run(part, wanted.form, group.rank(), meet)
     except _OthersFailed:
         return True
-    except Exception:  # whatever a user's code raises
+    except Exception:  # any exception of a user's code
         return _somewhere(True, device)
     finally:
         group.call_of(before)
@@ -257,7 +263,7 @@ def _are_as_wanted(
 
 def _are_near(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
-        # A split weight has a gradient, if only of zeros, wherever it is used.
+        # A used split weight has a gradient, if only of zeros.
         there = next((t for t in (a, b) if t is not None), None)
         return there is None or not there.any()
     if a.shape != b.shape or a.dtype != b.dtype:

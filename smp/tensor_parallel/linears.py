@@ -1,8 +1,8 @@
-"""Linears of a region that hold slices of their weights, in the user's own class.
+"""Linears of a region with slices of their weights, in the user's own class.
 
 The first ones are cut by their outputs: each tp_rank computes some of the channels (or heads)
-for all samples.  The last one is cut by its inputs: the sum over the tp_ranks goes back to
-each sample's own rank, where the whole bias is added.
+for all samples.  The last one is cut by its inputs.  The sum over the tp_ranks goes back to
+each sample's own rank, and the whole bias is added there.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from smp.execution.compiled_code import not_traced
 from smp.modules import delayed_init
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in
-from smp.tensor_parallel import adapters, group, primitives, split_parameters
+from smp.tensor_parallel import adapters, group, primitives, script_uses, split_parameters
 from smp.tensor_parallel.regions import draw_alike, give_back, rows_to_give_back
 from smp.tensor_parallel.slices import PATH, Slices, mark, refuse_copies, slices_of
 
@@ -24,7 +24,7 @@ class TooShort(ValueError):
     """A tp_rank would hold nothing of a parameter."""
 
 
-_CHOSEN = "_smp_chosen_outputs"  # likewise: the size of a unit, and which units
+_CHOSEN = "_smp_chosen_outputs"  # likewise: the size of a unit, and the units chosen
 
 
 def is_transposed(linear: nn.Module) -> bool:
@@ -35,7 +35,8 @@ def is_transposed(linear: nn.Module) -> bool:
 def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
     """Have a parameter be this tp_rank's slice of tp_rank 0's, seeing all samples.
 
-    It stays the same object, for an optimizer that holds it.  Collective over the TP_GROUP.
+    The parameter stays the same object, for an optimizer with it.  Collective over the
+    TP_GROUP.
 
     Args:
         slices: None: every tp_rank keeps all of it.
@@ -56,6 +57,7 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
         own = functools.partial(group.own_slice, slices)
         with torch.no_grad():
             parameter.data = delayed_init.applied(own, parameter.data)
+        module.__dict__.setdefault(split_parameters.HELD, {})[name] = slices
         if not hasattr(module, REFUSES_COPIES):
             module.__class__ = stand_in(type(module), _holds_slices)
     mark(parameter, slices, scaled_batch=True)
@@ -68,13 +70,13 @@ def _holds_slices(cls: type[nn.Module]) -> dict[str, Any]:
             with torch._C.DisableTorchFunctionSubclass():
                 return cls.forward(self, *args, **kwargs)
         with split_parameters.own_call(self):
-            return cls.forward(self, *args, **kwargs)
+            return script_uses.called_with_slices(self, cls.forward, args, kwargs)
 
     return {"forward": forward, REFUSES_COPIES: refuse_copies}
 
 
 def cut_weights(module: Any, slices: Slices, cut_bias: bool = False) -> None:
-    """Keep this tp_rank's slice of a module's weight, and of its bias if that is cut alike."""
+    """Keep this tp_rank's slice of a module's weight, and of a bias with the same cut."""
     keep_slice(module, "weight", slices)
     if cut_bias and module.bias is not None:
         keep_slice(module, "bias", slices._replace(axis=0))
@@ -85,8 +87,8 @@ def cut_outputs(linear: Any, unit: int = 1, blocks: int = 1) -> None:
 
     Args:
         linear: an ``nn.Linear`` or a Conv1D of transformers.
-        unit: channels that stay together: the size of a head.
-        blocks: parts of the output that are cut each by itself (3 for q|k|v).
+        unit: channels to keep together: the size of a head.
+        blocks: parts of the output, each cut by itself (3 for q|k|v).
     """
     if (parts := adapters.adapted(linear)) is not None:
         for one in (parts.base, *parts.ups):
@@ -110,10 +112,10 @@ def cut_inputs(linear: Any, path: str, unit: int = 1) -> int:
     Args:
         linear: an ``nn.Linear`` or a Conv1D of transformers.
         path: of the linear, for errors.
-        unit: channels that stay together: the size of a head.
+        unit: channels to keep together: the size of a head.
 
     Returns:
-        how many channels this tp_rank keeps.
+        the number of channels kept by this tp_rank.
     """
     if (parts := adapters.adapted(linear)) is not None:
         own = cut_inputs(parts.base, path, unit)
@@ -139,16 +141,16 @@ def _lead_out(linear: nn.Module, path: str) -> None:
 
 
 def choose_outputs(linear: Any, unit: int, chosen: list[int]) -> None:
-    """Compute some output channels of a linear whose weights stay whole.
+    """Compute some output channels of a linear with whole weights.
 
-    A tp_rank's gradient is the part that comes from what it computes, and the sum over the
-    TP_GROUP is the whole one.  So the parameters are like those that see own samples, whose
-    gradients are summed over the DP_GROUP.
+    A tp_rank's gradient is the part from its own outputs, and the sum over the TP_GROUP is the
+    whole one.  So the parameters are like those with own samples: their gradients are summed
+    over the DP_GROUP.
 
     Args:
         linear: an ``nn.Linear`` in a region.
-        unit: channels that stay together: the size of a head.
-        chosen: which units, in this order; one may come more than once.
+        unit: channels to keep together: the size of a head.
+        chosen: the units, in this order; one may come more than once.
     """
     if (parts := adapters.adapted(linear)) is not None:
         for one in (parts.base, *parts.ups):
@@ -160,7 +162,7 @@ def choose_outputs(linear: Any, unit: int, chosen: list[int]) -> None:
 
 
 def _compute_for_cut_outputs(linears: list[Any]) -> None:
-    """Whole linears whose outputs only the tp_rank's channels behind them use."""
+    """Whole linears with outputs for this tp_rank's channels alone."""
     for linear in linears:
         choose_outputs(linear, linear.out_features, [0])
 
@@ -172,7 +174,7 @@ def _computes_some(cls: type[nn.Module]) -> dict[str, Any]:
     def some(self: Any, whole: Tensor) -> Tensor:
         unit, chosen = self.__dict__[_CHOSEN]
         if group.same_samples():
-            # Gradients are averaged there, of which each rank has a part of the sum.
+            # Gradients are averaged there, but each rank has a part of the sum.
             whole = primitives.bwd_allreduce_for_tp(whole)
         return torch.cat([whole.narrow(0, i * unit, unit) for i in chosen])
 
@@ -192,7 +194,7 @@ def _leads_out(cls: type[nn.Module]) -> dict[str, Any]:
         rows = rows_to_give_back(self.__dict__[PATH])
         weight = self.weight.t() if is_transposed(self) else self.weight
         if slices_of(self.weight) is None and group.same_samples():
-            # As for what computes some outputs: a tp_rank has a part of the gradient.
+            # As for chosen outputs: a tp_rank has a part of the gradient.
             weight = primitives.bwd_allreduce_for_tp(weight)
         y = give_back(F.linear(x, weight), rows)
         draw_alike()

@@ -1,7 +1,7 @@
-"""Which modules the user wants split over the TP_GROUP.
+"""The modules to split over the TP_GROUP, by the user's marks.
 
-A mark goes to the modules that a context sees created, or to all modules below one that is
-given; the last mark wins.
+A mark goes to the modules created in a context, or to all modules below a given one; the last
+mark wins.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from smp.modules import creation, live_models
 
 MARK = "_smp_tensor_parallelism"  # in a module's __dict__: copied and pickled with it
 
-_OUTSIDE: dict[str, Any] = {}  # by identity: there is no context
+_OUTSIDE: dict[str, Any] = {}  # by identity: outside of all contexts
 
-# The configuration of the innermost context; None: it is off.
+# The configuration of the innermost context; None: switched off.
 _innermost: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "smp.tensor_parallelism", default=_OUTSIDE
 )
@@ -32,7 +32,7 @@ def tensor_parallelism(enabled: bool = True, **config: Any) -> Iterator[None]:
 
     Args:
         enabled: False: modules created inside are not split.
-        config: for the distributed modules that take the place of the user's.
+        config: for the distributed modules in place of the user's.
 
     Source: SageMaker Python SDK documentation, ``smp.tensor_parallelism``.
     """
@@ -50,7 +50,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: An
     Args:
         module: any; to be called before ``smp.DistributedModel``.
         enabled: False: they are not split.
-        config: for the distributed modules that take the place of the user's.
+        config: for the distributed modules in place of the user's.
 
     Raises:
         TypeError: not a module.
@@ -68,7 +68,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: An
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
-    """Raises RuntimeError for what ``smp.DistributedModel`` has split, or left whole."""
+    """Raises RuntimeError for a module already in ``smp.DistributedModel``, split or whole."""
     inside = set(module.modules())
     for model in live_models.living():
         if inside <= {model, *model._smp_module.modules()}:
@@ -79,12 +79,12 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 
 def configuration(module: nn.Module) -> dict[str, Any] | None:
-    """What a marked module was marked with; None: it is not marked."""
+    """The configuration of a module's mark; None: it is not marked."""
     return module.__dict__.get(MARK)
 
 
 def is_marked(model: nn.Module) -> bool:
-    """Whether any module of a model is."""
+    """Whether any module of a model is marked."""
     return any(configuration(module) is not None for module in model.modules())
 
 

@@ -1,7 +1,7 @@
-"""``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` of a model that several ranks have.
+"""``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` of a model on several ranks.
 
-The norm that torch sees on one rank is another on each: the ranks would scale their gradients
-differently, and parameters that several ranks have would drift apart.
+Torch sees another norm on each rank: the ranks would scale their gradients differently, and
+common parameters would drift apart.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,8 +19,8 @@ def take_the_models_norm_from_now() -> Callable[[], None]:
     """Have torch take the whole model's norm where the model is split or in a pipeline.
 
     All ranks of the MP_GROUP must call it then, a stage without parameters, too.  Torch's
-    functions stay the objects that they are, which scripts may have imported by their names.
-    ``clip_grads_with_norm_`` needs nothing: it scales by the norm that it is given.
+    functions stay the same objects: scripts may have imported them by name.
+    ``clip_grads_with_norm_`` needs no change: it scales by the given norm.
 
     Returns:
         undoes it.
@@ -79,7 +79,7 @@ def take_the_models_norm_from_now() -> Callable[[], None]:
 
 
 def _inside(users: Any) -> tuple[Callable[..., Tensor], Callable[[Callable], None]]:
-    """The function that one of torch's calls without grad, and a setter for another."""
+    """The function inside one of torch's calls without grad, and a setter for another."""
     plain = users.__wrapped__
     (called,) = (cell for cell in users.__closure__ if cell.cell_contents is plain)
 
@@ -94,7 +94,7 @@ def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def shared_parameters() -> dict[int, Tensor]:
-    """By id, the parameters of models of which this rank has a part."""
+    """By id, the parameters of models with a part on this rank."""
     rt = runtime.get("a function of torch's that takes gradients")
     return {
         id(parameter): parameter
@@ -105,7 +105,7 @@ def shared_parameters() -> dict[int, Tensor]:
 
 
 def _check(norm: Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
-    """Raise torch's error for a norm that is not finite, if it is asked for."""
+    """Raise torch's error for a norm that is not finite, if asked for."""
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the total norm of order {norm_type} for the gradients of the model is "

@@ -1,7 +1,7 @@
 """Whether an optimizer may act on slices of parameters: it looks at each element by itself.
 
-Optimizers of PyTorch's that are known to do so may.  Any other class is tried: an instance
-with the same options makes a few steps with a small parameter, others with slices of it.
+Optimizers of PyTorch's known for this may.  Any other class is tried: an instance with the same
+options makes a few steps with a small parameter, others with slices of it.
 """
 
 import inspect
@@ -20,14 +20,14 @@ _STEPS = 3
 
 
 def differs_on_slices(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether steps with slices of a parameter are other ones than with the whole.
+    """Whether steps with slices of a parameter differ from those with the whole.
 
     Warns where the optimizer cannot be tried: nothing is known then.
 
     Args:
-        group: the optimizer's options for the parameters that are cut, and these.
+        group: the optimizer's options for cut parameters, and the parameters.
     """
-    inner = getattr(optimizer, "optimizer", None)  # of what wraps one, as for half precision
+    inner = getattr(optimizer, "optimizer", None)  # inside a wrapper, as for half precision
     if isinstance(inner, torch.optim.Optimizer):
         return differs_on_slices(inner, group)
     kind = type(optimizer)

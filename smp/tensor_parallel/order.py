@@ -1,11 +1,11 @@
-"""The order of collectives that modules make in a step, alike on all ranks of the TP_GROUP.
+"""The order of modules' collectives in a step, alike on all ranks of the TP_GROUP.
 
 The servers of the tp_ranks run requests in orders of their own, and microbatches overtake one
-another.  So a module's collective has a key that follows from the program alone, and is begun
-when the TP_GROUP's other ranks begin the one with the same key (csrc/server/lineup.h).  While
-it is under way this rank runs other tasks.
+another.  So a module's collective has a key from the program alone.  It begins when the
+TP_GROUP's other ranks begin the one with the same key (csrc/server/lineup.h).  While it is
+under way this rank runs other tasks.
 
-A module that calls collectives does so in an autograd function::
+A module makes collectives in an autograd function::
 
     class Sum(torch.autograd.Function):
         @staticmethod
@@ -24,8 +24,8 @@ A module that calls collectives does so in an autograd function::
         return out
 
 Outside a step, while a model is traced, and without a pipeline, the order is the program's and
-a collective is simply made.  Over ``smddp`` it then says what it belongs to
-(``smp.tensor_parallel.keys``), so that ranks which are in different modules hear of it.
+a collective is simply made.  Over ``smddp`` the collective then sends its key
+(``smp.tensor_parallel.keys``): ranks in different modules hear of it.
 """
 
 from collections.abc import Callable
@@ -40,19 +40,19 @@ from smp.job.objects import refuse_if_forked
 from smp.tensor_parallel import keys, step_end
 
 _LOOK_S = 0.1  # between two looks for signals
-_HEAR_S = 1.0  # for word of a failure that another rank has heard of already
+_HEAR_S = 1.0  # for word of a failure known to another rank
 
 
 class Call:
-    """One call of a module that makes collectives, or the backward of one.
+    """One call of a module with collectives, or the backward of one.
 
-    All ranks of the TP_GROUP must make it, and in it the same collectives.
+    All ranks of the TP_GROUP must make the call, and in it the same collectives.
 
     Args:
         path: the module's, alike on all ranks of the TP_GROUP.
-        made: number, microbatch, phase and how often its task had called the module before;
+        made: number, microbatch, phase and its task's number of earlier calls of the module;
             None where the program's order is the order.
-        before: in that order, how many operations of the TP_GROUP came before the call.
+        before: in that order, the number of the TP_GROUP's operations before the call.
         is_backward: in that order, whether it is the backward of one.
     """
 
@@ -79,7 +79,7 @@ class Call:
 
     @staticmethod
     def of_module(path: str | int) -> "Call":
-        """A call of the module that begins now.
+        """A call of the module, beginning now.
 
         Raises:
             RuntimeError: in a step, by a thread of the script.
@@ -89,7 +89,7 @@ class Call:
         return Call(path, made, _begun() if made is None else 0)
 
     def backward(self) -> "Call":
-        """The backward of this call, from its autograd node; each time it runs one more."""
+        """The backward of this call, from its autograd node; one more with each run."""
         made = None
         if self._made is not None:
             number, microbatch, _, call = self._made
@@ -100,15 +100,15 @@ class Call:
         return Call(self._path, made, before, is_backward=True)
 
     def run(self, start: Callable[[bool], dist.Work | None]) -> None:
-        """Begin a collective when it is its turn, and wait until it is over.
+        """Begin a collective at its turn, and wait for its end.
 
         Args:
             start: begins it on the TP_GROUP; told whether it is to return without waiting
                 (``async_op``).
 
         Raises:
-            RuntimeError: in the backward, which ``model.backward`` did not begin.
-            Exception: what ``start`` raised, or what became of the operation.
+            RuntimeError: in a backward not begun by ``model.backward``.
+            Exception: raised by ``start``, or the operation's error.
         """
         collective = self._collectives
         self._collectives += 1
@@ -138,7 +138,7 @@ class Call:
                 raise
 
     def _run_in_order(self, start: Callable[[bool], dist.Work | None], collective: int) -> None:
-        """Make a collective, which says what it belongs to where the backend can."""
+        """Make a collective, with its key where the backend takes one."""
         group: Any = ranks.get_tp_process_group()
         _core.moved()
         if not isinstance(group, ProcessGroup):
@@ -163,7 +163,7 @@ _BACKWARD = _core.phases.index("backward")
 
 
 def _begun() -> int:
-    """How many operations the TP_GROUP has begun: as many on each of its ranks."""
+    """The number of operations begun by the TP_GROUP: the same on each of its ranks."""
     if not ranks.state.is_initialized:
         return 0
     group: Any = ranks.get_tp_process_group()
@@ -171,10 +171,10 @@ def _begun() -> int:
 
 
 def await_ends() -> tuple[int, int, int]:
-    """Wait until the ranks of this pp_rank have ended the step, which has failed.
+    """Wait until the ranks of this pp_rank have ended the failed step.
 
     Returns:
-        how many collectives this one has begun, and the fewest and the most of any.
+        the number of collectives begun by this one, and the fewest and the most of any.
     """
     ended = None
     while ended is None:  # a signal raises here
@@ -183,14 +183,14 @@ def await_ends() -> tuple[int, int, int]:
 
 
 def finish_failed_step() -> None:
-    """Have the TP_GROUP's ranks end, in a step that failed, with as many collectives.
+    """Bring the TP_GROUP's ranks, after a failed step, to one number of collectives.
 
-    Some had begun collectives which others will never reach.  These call another operation in
-    their place, so that they are over, with an error that nobody hears.  Collective over the
-    TP_GROUP, whose ranks all fail the step.
+    Some ranks had begun collectives out of reach for the others.  The others call another
+    operation in their place: they end, with an error heard by no rank.  Collective over the
+    TP_GROUP: its ranks all fail the step.
 
     Raises:
-        RuntimeError: the group's backend cannot do that.
+        RuntimeError: the group's backend cannot do this.
     """
     own, fewest, most = await_ends()
     if fewest == most:

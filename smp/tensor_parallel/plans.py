@@ -1,7 +1,7 @@
-"""What the plans of most families consist of: an attention, and two linears in a row.
+"""The common parts of most families' plans: an attention, and two linears in a row.
 
-Linears are named from the module that a plan is for.  A linear may lie behind the module
-that gathers, as long as it is called next: ``entry`` names that module then.
+Linears are named from the plan's module.  A linear may lie behind the gathering module, if
+called next: ``entry`` names that module then.
 """
 
 from collections.abc import Sequence
@@ -31,16 +31,17 @@ def attention(
     """Cut an attention by its heads.
 
     Args:
-        module: that holds the linears.
+        module: with the linears.
         path: of it.
-        columns: linears that make queries, keys and values.
+        columns: linears for queries, keys and values.
         row: the linear behind them.
-        head: attribute with the size of a head; it and the next two of what ``entry`` names.
+        head: attribute with the size of a head; it and the next two are those of ``entry``'s
+            module.
         heads: attribute with the number of heads.
         widths: attributes with the size of all heads together.
-        packed: parts that each of ``columns`` makes of a head, side by side: 3 for q, k, v.
-        blocks: parts that each of ``columns`` makes of all heads: 3 for q|k|v.
-        entry: the module that gathers; "": ``module``.
+        packed: parts of a head from each of ``columns``, side by side: 3 for q, k, v.
+        blocks: parts of all heads from each of ``columns``: 3 for q|k|v.
+        entry: the gathering module; "": ``module``.
         samples, masks: see ``Region``.
     """
     entered: Any = module.get_submodule(entry)

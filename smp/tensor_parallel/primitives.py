@@ -1,7 +1,7 @@
 """Tensors moved between the ranks of the TP_GROUP: each operation is a true adjoint.
 
-Ranks may have different lengths along the axis that is cut or joined.  Sources: the
-SageMaker paper, section 5 and appendix E.
+Ranks may have different lengths along the axis of a cut or a join.  Sources: the SageMaker
+paper, section 5 and appendix E.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ Lengths = list[int]  # by tp_rank
 
 
 def entering(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
-    """A tensor that is gathered next, and every tp_rank's length along an axis.
+    """A tensor to gather next, and every tp_rank's length along an axis.
 
-    It requires grad where any rank's does: all take part in the backward of that.  Collective
-    over the TP_GROUP.
+    The tensor requires grad where any rank's does: all take part in the backward of the gather.
+    Collective over the TP_GROUP.
     """
     if group.size() == 1:
         return x, [x.size(axis)]
@@ -40,7 +40,7 @@ def _of_entering(x: Tensor, axis: int) -> tuple[int, bool]:
 
 
 def requiring(x: Tensor, required: bool) -> Tensor:
-    """The tensor, with a gradient that nobody asks for if this rank does not require one."""
+    """The tensor, with an unused gradient if this rank does not require one."""
     if not required or x.requires_grad or not torch.is_grad_enabled():
         return x
     return x.detach().requires_grad_(True)
@@ -116,7 +116,7 @@ class _ReduceScatter(Function):
 
 
 class _OwnPart(Function):
-    """This rank's slice of what all tp_ranks have alike."""
+    """This rank's slice of a tensor alike on all tp_ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> tuple:
@@ -135,7 +135,7 @@ class _OwnPart(Function):
 
 
 class _ScatterAndMerge(Function):
-    """Piece i along ``split`` goes to rank i; what comes is joined along ``merge``."""
+    """Piece i along ``split`` goes to rank i; arriving pieces are joined along ``merge``."""
 
     @staticmethod
     def forward(
@@ -163,7 +163,7 @@ def _scatter_and_merge(
     if group.is_traced():
         return out.zero_()
     goes, comes = group.elements(x, split, cut), group.elements(out, merge, joined)
-    is_even = len(set(cut)) == len(set(joined)) == 1  # as all ranks know
+    is_even = len(set(cut)) == len(set(joined)) == 1  # alike on all ranks
     tp_group: Any = ranks.get_tp_process_group()
     if group.moves_columns(x):
         x = x.contiguous()
@@ -171,7 +171,7 @@ def _scatter_and_merge(
         rows = group.rows_before(x, split), group.rows_before(out, merge)
         call.run(lambda is_async: tp_group.exchange_columns(out, x, counts, rows, is_async))
         return out
-    # Pieces travel one behind the other, which along axis 0 they are already.
+    # Pieces travel one behind the other, as they lie along axis 0 already.
     row = x if split == 0 else torch.cat([piece.reshape(-1) for piece in x.split(cut, split)])
     row, came = row.reshape(-1), out.view(-1)
     splits = ([], []) if is_even else (comes, goes)
@@ -209,7 +209,7 @@ class _ForwardAllReduce(Function):
 
 
 class _GatherAlike(Function):
-    """Joins slices into what all tp_ranks then use alike: its gradient is the same on all."""
+    """Joins slices for the same use on all tp_ranks: the gradient is the same on all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, lengths: Lengths) -> Tensor:
@@ -231,14 +231,14 @@ def _sum(x: Tensor, call: Call) -> Tensor:
     return out
 
 
-# --------------------------------------------------------------------- what users call
+# --------------------------------------------------------------------- the users' functions
 
 
 def gather(x: Tensor, axis: int, lengths: Lengths, signature: int = 0) -> Tensor:
     """``fused_allgather_for_tp`` of known lengths along the axis, by tp_rank.
 
     Args:
-        signature: of sizes that are assumed (`smp.tensor_parallel.assumed`); 0: none are.
+        signature: of assumed sizes (`smp.tensor_parallel.assumed`); 0: none are.
 
     Raises:
         assumed.Unlike: they are others.
@@ -251,7 +251,7 @@ def gather_all(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
     if group.size() == 1:
         return x, [x.size(axis)]
     mine = _of_entering(x, axis)
-    # Indices never require grad, whatever numbers of that length did.
+    # Indices never require grad, even after numbers of that length did.
     kind = "lengths", x.is_floating_point() or x.is_complex()
     if assumed.is_possible(x):
         everyones = assumed.everyones(kind, mine)
@@ -275,9 +275,9 @@ def reduce_scatter(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
 
 
 def own_part(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
-    """This rank's slice along the axis of what all tp_ranks have alike.
+    """This rank's slice along the axis of a tensor alike on all tp_ranks.
 
-    Backward joins the slices' gradients: what goes on from here is each rank's own.
+    Backward joins the slices' gradients: later values are each rank's own.
     """
     return linked(_OwnPart, x, axis, lengths) if group.size() > 1 else x
 
@@ -292,7 +292,7 @@ def scatter_and_merge(
 
 
 def gather_alike(x: Tensor, axis: int, lengths: Lengths) -> Tensor:
-    """Slices joined along the axis; for ranks with the same samples, which all use it alike."""
+    """Slices joined along the axis, for the same use by ranks with the same samples."""
     return _GatherAlike.apply(x, axis % x.dim(), lengths) if group.size() > 1 else x
 
 
@@ -306,7 +306,7 @@ def fused_allgather_for_tp(tensor: Tensor, dim: int) -> Tensor:
         dim: the axis.
 
     Returns:
-        a tensor whose length of ``dim`` is the sum of all.
+        a tensor, with the sum of all lengths of ``dim``.
     """
     return gather_all(tensor, dim % tensor.dim())[0]
 
@@ -321,25 +321,25 @@ def reduce_scatter_for_tp(tensor: Tensor, dim: int) -> Tensor:
         dim: the axis; cut as ``torch.tensor_split`` does.
 
     Returns:
-        a tensor whose length of ``dim`` is this rank's share.
+        a tensor, with this rank's share for its length of ``dim``.
     """
     dim %= tensor.dim()
     return reduce_scatter(tensor, dim, group.shares(tensor.size(dim)))
 
 
 def scatter_and_merge_for_tp(tensor: Tensor, split_dim: int, merge_dim: int) -> Tensor:
-    """Slice i along ``split_dim`` goes to tp_rank i; what comes is joined along ``merge_dim``.
+    """Slice i along ``split_dim`` goes to tp_rank i; slices are joined along ``merge_dim``.
 
     Backward does the same with the axes swapped.
 
     Args:
         tensor: alike on all tp_ranks but for the length of ``merge_dim``.
-        split_dim: the axis that is cut, as ``torch.tensor_split`` does.
+        split_dim: the axis to cut, as ``torch.tensor_split`` does.
         merge_dim: another axis.
 
     Returns:
-        a tensor whose length of ``split_dim`` is this rank's share, and of ``merge_dim`` the
-        sum of all.
+        a tensor, with this rank's share for its length of ``split_dim``, and the sum of all
+        for ``merge_dim``.
 
     Raises:
         ValueError: the axes are the same.
@@ -357,7 +357,7 @@ def scatter_and_merge_for_tp(tensor: Tensor, split_dim: int, merge_dim: int) -> 
 def bwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
     """The tensor; backward sums the tp_ranks' gradients.
 
-    For a value that is the same on all tp_ranks and enters what is split over them.
+    For a value, the same on all tp_ranks, on its way into a split part of a model.
 
     Args:
         tensor: the same on all tp_ranks.
@@ -368,7 +368,7 @@ def bwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
 def fwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
     """The sum of the tp_ranks' tensors; backward passes the gradient on.
 
-    For what leaves such a part of a model: its result is the same on all tp_ranks.
+    For the result of such a part: it is the same on all tp_ranks.
 
     Args:
         tensor: of one shape on all tp_ranks.
@@ -377,17 +377,17 @@ def fwd_allreduce_for_tp(tensor: Tensor) -> Tensor:
 
 
 def shard_sequence(tensor: Tensor, dim: int = 1) -> Tensor:
-    """This rank's slice along an axis of a tensor that all tp_ranks have alike.
+    """This rank's slice along an axis of a tensor alike on all tp_ranks.
 
-    For ranks that are fed the same batch (``prescaled_batch``) and work on positions of their
-    own.  Backward joins the slices' gradients.
+    For ranks with the same batch (``prescaled_batch``), at work on positions of their own.
+    Backward joins the slices' gradients.
 
     Args:
         tensor: ``[samples, positions, ...]``, the same on all tp_ranks.
         dim: the axis; cut as ``torch.tensor_split`` does.
 
     Returns:
-        a tensor whose length of ``dim`` is this rank's share.
+        a tensor, with this rank's share for its length of ``dim``.
     """
     dim %= tensor.dim()
     return own_part(tensor, dim, group.shares(tensor.size(dim)))

@@ -1,8 +1,9 @@
-"""Random numbers of ranks that are fed the same batch (``prescaled_batch``).
+"""Random numbers of ranks with the same batch (``prescaled_batch``).
 
 Outside of regions the ranks of a TP_GROUP work on the same values, so tp_rank 0's stream of
-random numbers is everybody's.  Inside of one each has other heads or channels, and a stream of
-its own that begins from the common one, which goes on alike however many numbers each draws.
+random numbers is common.  Inside of one each has other heads or channels, and a stream of its
+own from the state of the common one.  The common one goes on alike, for any number of draws by
+each.
 """
 
 import torch

@@ -1,11 +1,11 @@
-"""Regions: modules of the user's own class that run on the samples of the whole TP_GROUP.
+"""Regions: modules of the user's own class, run on the samples of the whole TP_GROUP.
 
-A region's ``forward`` stays the user's.  On its way in, arguments that belong to samples are
-gathered from all tp_ranks; inside, linears hold slices of their weights; the linear that
-leads out sums over the tp_ranks and gives each its own samples back.
+A region's ``forward`` stays the user's.  On its way in, arguments with samples are gathered
+from all tp_ranks.  Inside, linears hold slices of their weights.  The linear that leads out
+sums over the tp_ranks and gives each its own samples back.
 
-Sequences may be of different lengths on the tp_ranks: they are padded to the longest, with
-the padding masked, and cut back on the way out.
+Sequences may be of different lengths on the tp_ranks.  They are padded to the longest, with the
+padding masked, and cut back on the way out.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from smp.tensor_parallel import (
     assumed,
     caches,
     group,
+    inside_regions,
     primitives,
     random_streams,
     same_samples,
@@ -40,32 +41,33 @@ REGION = "_smp_region"  # in a module's __dict__: its Region
 
 
 class Region(NamedTuple):
-    """What is gathered on the way into a module.
+    """The arguments gathered on the way into a module.
 
     Attributes:
-        samples: names of arguments with a row for each sample, or one row for all; the
-            first is the hidden state, ``[samples, positions, ...]`` or ``[samples, ...]``.
-        masks: names of arguments that mask positions, ``[samples, ..., positions]``, each with
-            that of the argument whose positions it masks.
-        causal: whether without a mask a position sees the earlier ones only.
+        samples: names of arguments with a row for each sample, or one row for all.  The first
+            is the hidden state, ``[samples, positions, ...]`` or ``[samples, ...]``.
+        masks: names of arguments with masks of positions, ``[samples, ..., positions]``, each
+            with the name of the masked argument.
+        causal: whether without a mask a position sees the earlier ones only; in a call None for
+            unknown.
         sums: whether a tp_rank's output is its part of a sum, and the sum is led out; else
             a linear inside leads out.
     """
 
     samples: tuple[str, ...]
     masks: tuple[tuple[str, str], ...] = ()
-    causal: bool = False
+    causal: bool | None = False
     sums: bool = False
 
 
 class Rows(NamedTuple):
-    """Whose rows a gathered tensor has.
+    """The rows of a gathered tensor.
 
     Attributes:
         counts: samples of each tp_rank; None: all have the same ones.
         positions: of this tp_rank's sequences; None: as gathered.
-        within: path of the module in whose call they are led out, by linears in it.
-        backward: in which they were gathered, by torch's number; -1: in none.
+        within: path of the module around: linears in it lead the rows out, in its call.
+        backward: of the gather, by torch's number; -1: in none.
     """
 
     counts: list[int] | None
@@ -89,12 +91,12 @@ class _InThisThread(threading.local):
 
 
 # A task has a thread of its own until it ends, and a region leads out in the order of its
-# calls, so the rows that were gathered last in this thread are those that lead out next.
+# calls: the rows gathered last in this thread lead out next.
 _gathered = _InThisThread()
 
 
 def rows_to_give_back(path: str) -> Rows:
-    """The rows that the region of this call gathered.
+    """The rows gathered by the region of this call.
 
     Raises:
         RuntimeError: the linear at ``path`` was called outside of its region.
@@ -120,10 +122,10 @@ _not_traced_itself = not_traced("a region that smp splits over the TP_GROUP", Fa
 
 
 class _Opened:
-    """A call in which rows are gathered, and led out; behind it they are forgotten.
+    """A call with rows gathered and led out; behind it they are forgotten.
 
     Args:
-        led_out_later: by the module around it, in whose call this one is.
+        led_out_later: by the module around it, in its call.
     """
 
     @_not_traced
@@ -144,9 +146,9 @@ class _Opened:
 
 
 def found_again(function: Callable) -> Callable:
-    """A function that is called now, and again in a backward, where it finds what it found.
+    """A function to call now, and again in a backward, in the same surroundings.
 
-    That are the rows of the region in whose call it is.
+    These are the rows of the region around the call.
     """
     if group.size() == 1:
         return function
@@ -168,7 +170,7 @@ def found_again(function: Callable) -> Callable:
 
 
 def draw_alike() -> None:
-    """What leads out has been added up: from here on the tp_ranks' values are the same."""
+    """The sum on the way out is done: from here on the tp_ranks' values are the same."""
     if _gathered.common is not None:
         _gathered.common.restore()
         _gathered.common = None
@@ -181,9 +183,10 @@ def make_region(
 
     Args:
         module: its class is another one then.
-        region: what it gathers.
+        region: its arguments to gather.
         path: of it.
-        within: path of the module around it that leads out (`make_holder`); None: it does.
+        within: path of the module around it with the way out (`make_holder`); None: the module
+            itself.
     """
     module.__dict__[PATH] = path
     signature = inspect.signature(users_class(type(module)).forward)
@@ -194,7 +197,7 @@ def make_region(
 
 
 def make_holder(module: nn.Module) -> None:
-    """Have what a region in the module has gathered be forgotten where its call ends."""
+    """Have the rows of a region in the module be forgotten at the end of its call."""
     module.__class__ = stand_in(type(module), _holds_region)
 
 
@@ -239,9 +242,10 @@ def _enter(
     """The arguments of a region's call, gathered.
 
     Returns:
-        the arguments; those of them that its signature does not name; whose rows they have.
+        the arguments; those of them without a name in its signature; and their rows.
     """
     region, path, within, signature, extra = module.__dict__[REGION]
+    inside_regions.refuse(module)
     bound = signature.bind(module, *script_uses.whole_among(args), **kwargs)
     named = bound.arguments
     names = [*region.samples, *(mask for mask, _ in region.masks)]
@@ -251,8 +255,10 @@ def _enter(
     if group.same_samples():
         same_samples.check(module, given[region.samples[0]])
         gathered, rows = _enter_alike(given)
+        caches.refuse_gradients_of_others({**others, **named}, module, path)
     else:
-        gathered, rows = _gather(region, path, given)
+        called = region._replace(causal=_is_causal(module, region))
+        gathered, rows = _gather(called, path, given)
         arguments = {**others, **named}
         caches.refuse_others(arguments, module, path, gathered[region.samples[0]].size(0))
         caches.refuse_padding(arguments, path, uneven=rows.positions is not None)
@@ -268,7 +274,7 @@ def _enter(
 
 @_not_traced
 def _leave(module: nn.Module, arguments: dict[str, Any], rows: Rows, out: Any) -> Any:
-    """What a region returns of its own output."""
+    """A region's result, from its own output."""
     region, path, *_ = module.__dict__[REGION]
     if isinstance(out, tuple) and _records_attentions(arguments):
         raise NotImplementedError(
@@ -284,7 +290,7 @@ def _leave(module: nn.Module, arguments: dict[str, Any], rows: Rows, out: Any) -
 
 
 def takes_cache(module: nn.Module) -> bool:
-    """Whether it is a region whose cache has the samples of the whole TP_GROUP."""
+    """Whether the module is a region with the samples of the whole TP_GROUP in its cache."""
     if REGION not in module.__dict__:
         return False
     _, _, _, signature, _ = module.__dict__[REGION]
@@ -300,9 +306,9 @@ def give_back(part: Tensor, rows: Rows) -> Tensor:
 
 
 def _records_attentions(arguments: dict[str, Any]) -> bool:
-    """Whether transformers keeps the weights that an attention returns.
+    """Whether transformers keeps the weights returned by an attention.
 
-    Some models tell the attention; of others a hook of transformers takes them, and the
+    Some models tell the attention; in others a hook of transformers takes the weights, and the
     attention's arguments need not tell.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
@@ -313,11 +319,11 @@ def _records_attentions(arguments: dict[str, Any]) -> bool:
     )
 
 
-# --------------------------------------------------------- ranks that have the same samples
+# --------------------------------------------------------- ranks with the same samples
 
 
 def _enter_alike(given: dict[str, Any]) -> tuple[dict, Rows]:
-    """Backward sums the gradients of what enters over the tp_ranks."""
+    """Backward sums the gradients of the entering tensors over the tp_ranks."""
     out: dict[str, Any] = {}
     for name, value in given.items():
         leaves, spec = tree_flatten(value)
@@ -364,7 +370,7 @@ class _Argument(NamedTuple):
     dtypes: list[torch.dtype | None]
 
     def sizes(self, axis: int) -> list[int]:
-        """Along an axis, by tp_rank; of those that have it."""
+        """Lengths along an axis, by tp_rank; of those with the tensor."""
         return [shape[axis] for shape in self.shapes if shape is not None]
 
     def is_uneven(self) -> bool:
@@ -373,13 +379,13 @@ class _Argument(NamedTuple):
         return shape is not None and len(shape) > 1 and len(set(self.sizes(1))) > 1
 
     def check_alike(self, but: tuple[int, ...]) -> None:
-        """That the tp_ranks' tensors can be joined.
+        """Make sure that the tp_ranks' tensors can be joined.
 
         Args:
-            but: axes along which they may differ.
+            but: axes with possible differences.
 
         Raises:
-            ValueError: on every tp_rank alike; names both shapes.
+            ValueError: on every tp_rank alike; the text names both shapes.
         """
         having = [rank for rank, shape in enumerate(self.shapes) if shape is not None]
 
@@ -398,6 +404,17 @@ class _Argument(NamedTuple):
                     f"smp: '{self.path}' got {self.name} of shape {a} on tp_rank {having[0]} "
                     f"and {b} on tp_rank {rank}: the ranks of a TP_GROUP work on it together"
                 )
+
+
+def _is_causal(module: nn.Module, region: Region) -> bool | None:
+    """Whether a position sees the earlier ones only in a call without a mask.
+
+    Only transformers' attention functions with kernels for causality do this.
+    """
+    function = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if not region.causal or function in (None, "eager"):
+        return False
+    return True if function == "sdpa" or "flash" in function else None
 
 
 def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str, Any], Rows]:
@@ -428,7 +445,7 @@ def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str,
 
 
 def _refuse_masks_of_no_tensor(region: Region, path: str, given: dict[str, Any]) -> None:
-    """Raises NotImplementedError where a mask is something that cannot be gathered."""
+    """Raises NotImplementedError for a mask that cannot be gathered."""
     for name, _ in region.masks:
         mask = given[name]
         if mask is not None and not isinstance(mask, Tensor):
@@ -447,11 +464,11 @@ def _gather_all(
     arguments: dict[str, list[_Argument]],
     signature: int,
 ) -> tuple[dict[str, Any], Rows]:
-    """The same, once it is known or assumed what the tp_ranks have.
+    """The same, with the tp_ranks' sizes known or assumed.
 
     Args:
-        flat: what is given, as ``tree_flatten`` has it; ``arguments`` in the same order.
-        signature: of what is assumed, which the first gather says; 0: it is known.
+        flat: the given values, by ``tree_flatten``; ``arguments`` in the same order.
+        signature: of an assumption, sent with the first gather; 0: the sizes are known.
     """
     first = arguments[region.samples[0]][0]
     hidden = first.mine
@@ -467,7 +484,7 @@ def _gather_all(
                 new.append(leaf)
             elif name in masked:
                 keys = arguments[masked[name]][0]
-                causal = region.causal and keys is first
+                causal = region.causal if keys is first else False
                 new.append(_gather_mask(argument, first, keys, causal, hidden, counts))
             else:
                 new.append(_gather_samples(argument, counts, signature))
@@ -479,7 +496,7 @@ def _gather_all(
 def _arguments(
     path: str, tensors: dict[str, list[Tensor | None]], everyones: Everyones
 ) -> dict[str, list[_Argument]]:
-    """What the tp_ranks have, by argument."""
+    """The tp_ranks' tensors, by argument."""
     out: dict[str, list[_Argument]] = {}
     at = 0
     for name, leaves in tensors.items():
@@ -536,19 +553,33 @@ def _gather_mask(
     argument: _Argument,
     queries: _Argument,
     keys: _Argument,
-    causal: bool,
+    causal: bool | None,
     hidden: Tensor,
     counts: list[int],
 ) -> Tensor | None:
-    """All tp_ranks' masks; where a tp_rank has none, one that masks nothing more.
+    """All tp_ranks' masks; for a tp_rank without one, a mask without further effect.
 
     Args:
-        queries, keys: the arguments whose positions see, and are seen.
-        causal: what no mask means: positions see earlier ones only.
+        queries, keys: the arguments with the seeing positions, and with the seen ones.
+        causal: whether without a mask positions see the earlier ones only; None: unknown.
+
+    Raises:
+        ValueError: this matters and is unknown; on every tp_rank alike.
     """
     rank = group.rank()
     having = [tp_rank for tp_rank, shape in enumerate(argument.shapes) if shape is not None]
     longest = max(keys.sizes(1), default=0)
+    if causal is None and (
+        len(having) not in (0, len(counts)) or not having and keys.is_uneven()
+    ):
+        without = next(i for i, shape in enumerate(argument.shapes) if shape is None)
+        raise ValueError(
+            f"smp: '{argument.path}' got no {argument.name} on tp_rank {without}, the ranks of "
+            f"its TP_GROUP have sequences of lengths {keys.sizes(1)}, and which positions its "
+            "attention function sees without a mask is not known: give a mask on all of them, "
+            "or pad the sequences to one length"
+        )
+    causal = bool(causal)
     if not having:
         if causal or not keys.is_uneven():
             return None
@@ -573,7 +604,7 @@ def _gather_mask(
         if rows > 1 and queries.is_uneven():
             rows = max(queries.sizes(1))
         if rows > mask.size(2) > 1:
-            # A padded position sees what the last one sees: one that sees nothing gives nan.
+            # A padded position sees as the last one does: a position without sight gives nan.
             last = mask[:, :, -1:].expand(-1, -1, rows - mask.size(2), -1)
             mask = torch.cat([mask, last], 2)
         mask = mask.expand(-1, max([mask.size(1), *argument.sizes(1)]), rows, -1)
@@ -583,7 +614,7 @@ def _gather_mask(
 def _nothing_masked(
     axes: int, dtype: torch.dtype, queries: int, keys: int, causal: bool, like: Tensor
 ) -> Tensor:
-    """What another tp_rank's mask would be here, for one sample: causal, or all seen."""
+    """Another tp_rank's mask here, for one sample: causal, or all seen."""
     if axes == 2:  # 1 where a position is seen
         return torch.ones(1, keys, dtype=dtype, device=like.device)
     rows = queries if causal else 1
@@ -596,6 +627,6 @@ def _nothing_masked(
 
 
 def _hide_behind(mask: Tensor, keys: int) -> Tensor:
-    """With further positions, which nobody sees: not even who sees none of its own."""
+    """Add hidden positions: hidden even from a position that sees none of its own."""
     hidden = -torch.inf if mask.is_floating_point() else 0
     return F.pad(mask, [0, keys - mask.size(-1)], value=hidden)

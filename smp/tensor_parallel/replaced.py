@@ -1,4 +1,4 @@
-"""Parameters of modules whose place distributed ones have taken: an optimizer may hold them."""
+"""Parameters of modules replaced by distributed ones: an optimizer may hold them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ _REPLACED = "_smp_replaced"  # in a parameter's __dict__: its name in the model 
 
 
 def note(original: nn.Module, distributed: nn.Module, path: str) -> None:
-    """Note with the parameters of a module that a distributed one has taken its place.
+    """Note, with the parameters of a module, its replacement by a distributed one.
 
     Args:
         path: of both.
@@ -23,13 +23,13 @@ def note(original: nn.Module, distributed: nn.Module, path: str) -> None:
 
 
 def refuse(groups: Iterable[dict[str, Any]]) -> None:
-    """Refuse an optimizer that holds such parameters, which no model has.
+    """Refuse an optimizer with such parameters: no model has them.
 
     Args:
         groups: of its parameters.
 
     Raises:
-        ValueError: names the first one.
+        ValueError: the text names the first one.
     """
     gone = [p for members in groups for p in members["params"] if hasattr(p, _REPLACED)]
     if not gone:

@@ -1,8 +1,7 @@
-"""Which classes have a distributed form that takes their place.
+"""Classes with a distributed form for their place.
 
-``smp.tp_register`` and ``smp.tp_register_with_module`` are for users' own classes.  What an
-instance was made with is recorded from then on, so that its distributed form can be made
-with the same.
+``smp.tp_register`` and ``smp.tp_register_with_module`` are for users' own classes.  An
+instance's arguments are recorded from then on, for its distributed form to be made alike.
 """
 
 import functools
@@ -25,14 +24,14 @@ from smp.tensor_parallel.counterparts import REPLACES, BothWays, Translate
 from smp.tensor_parallel.slices import slices_of, whole_shape
 
 _MADE_WITH = "_smp_made_with"  # in a module's __dict__: (args, kwargs) of its __init__
-_OWN_HOOKS = "_smp_own_hooks"  # likewise: the hooks that its __init__ registered
+_OWN_HOOKS = "_smp_own_hooks"  # likewise: the hooks registered by its __init__
 
 Hook = Callable[..., Any]
 TranslateFunctions = tuple[Translate, Translate]  # from ours to the plain module's, and back
 
 
 class Registration(NamedTuple):
-    """What takes the place of a class."""
+    """The replacement of a class."""
 
     dist_module: type[nn.Module]
     init_hook: Hook | None
@@ -42,10 +41,10 @@ class Registration(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A class that scripts register, of which more is known than what they say.
+    """A class registered by scripts, with more known of it than in their call.
 
     Attributes:
-        dist_module: what they register for it.
+        dist_module: the scripts' choice for it.
         made_with: from an instance to the arguments of its ``__init__``, or None.
         translation: between its state dicts and those of ``dist_module``.
     """
@@ -67,23 +66,23 @@ def tp_register(
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Decorate a module class: ``dist_module`` takes its place under tensor parallelism.
 
-    `tp_register_with_module` says more.
+    See `tp_register_with_module` for more.
 
     Args:
         dist_module: a subclass of ``smp.nn.DistributedModule``.
         init_hook: from the arguments of the class's ``__init__`` to ``(args, kwargs)`` of
             ``dist_module``'s; None: they are the same.
         forward_hook: likewise for ``forward``.
-        return_hook: from what ``dist_module`` returns to what the class returns.
+        return_hook: from the result of ``dist_module`` to the class's.
         translate_functions: from the (whole) state dict of a ``dist_module`` to that of an
             instance, and back.
 
     Returns:
-        a decorator, which gives the class back.
+        a decorator; it returns the class.
 
     Raises:
-        TypeError: a hook's parameters (names, order, defaults) are not those of the method
-            whose arguments it gets, or one of the classes is none of modules.
+        TypeError: a hook's parameters (names, order, defaults) are not those of its method, or
+            one of the classes is none of modules.
     """
 
     def decorate(module_cls: type[nn.Module]) -> type[nn.Module]:
@@ -105,28 +104,28 @@ def tp_register_with_module(
 ) -> None:
     """Have ``dist_module`` take the place of a class's marked instances.
 
-    Its parameters and buffers have the instance's values, which are tp_rank 0's: those of the
-    same names, or what ``translate_functions`` make of them.  Instances made before the
-    registration stay as they are.
+    Its parameters and buffers have the instance's values, tp_rank 0's: those of the same names,
+    or the results of ``translate_functions``.  Instances made before the registration stay as
+    they are.
 
     Args:
         module_cls: the user's class.
         dist_module: a subclass of ``smp.nn.DistributedModule``.
         init_hook: from the arguments of the class's ``__init__`` to ``(args, kwargs)`` of
-            ``dist_module``'s, or to None for an instance that is to stay whole; None: they are
-            the same.
+            ``dist_module``'s, or to None for an instance to leave whole; None: they are the
+            same.
         forward_hook: likewise for ``forward``.
-        return_hook: from what ``dist_module`` returns to what the class returns.
+        return_hook: from the result of ``dist_module`` to the class's.
         translate_functions: from the (whole) state dict of a ``dist_module`` to that of an
-            instance, and back.  What the second leaves out is dropped, and what it does not
-            make of ``dist_module``'s begins as that makes it.  Both take dicts with some of the
-            names, and raise ``KeyError`` where one lacks what belongs to another.  Full
+            instance, and back.  Values left out by the second are dropped, and those of
+            ``dist_module`` not made by it stay as constructed.  Both take dicts with some of
+            the names, and raise ``KeyError`` for a name whose counterparts are missing.  Full
             checkpoints and states of optimizers are translated by them, too.
 
     Raises:
-        TypeError: a hook's parameters (names, order, defaults) are not those of the method
-            whose arguments it gets, ``return_hook`` does not take one argument, or one of the
-            classes is none of modules.
+        TypeError: a hook's parameters (names, order, defaults) are not those of its method;
+            ``return_hook`` does not take one argument; or one of the classes is none of
+            modules.
 
     Source: the SageMaker paper, appendix I.4.
     """
@@ -208,7 +207,7 @@ def _record_arguments(cls: type[nn.Module]) -> None:
 
 
 def registration_of(module: nn.Module) -> Registration | None:
-    """What takes the place of a module of this very class."""
+    """The registered replacement for a module of this very class."""
     return _registered.get(users_class(type(module)))
 
 
@@ -217,7 +216,7 @@ def replace(
     path: str,
     known: Known | None = None,
 ) -> nn.Module | str:
-    """The distributed form of a registered module; or why there is none.
+    """The distributed form of a registered module; or the reason for none.
 
     It has the module's weights with their dtype and device, its hooks and its pin.  Collective
     over the TP_GROUP.
@@ -225,7 +224,7 @@ def replace(
     Args:
         module: of a registered class.
         path: of it.
-        known: what is known of its class beforehand.
+        known: prior knowledge of its class.
 
     Raises:
         as `take_over`.
@@ -263,7 +262,7 @@ def replace(
 
 
 def _checked(given: Any, kind: str, cls: type) -> tuple[tuple, dict[str, Any]]:
-    """What a hook returned."""
+    """The result of a hook."""
     if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict)):
         raise TypeError(
             f"smp.tp_register: {kind} of {cls.__name__} returns (args, kwargs), a tuple and a "
@@ -275,7 +274,7 @@ def _checked(given: Any, kind: str, cls: type) -> tuple[tuple, dict[str, Any]]:
 def _adapted(
     base: type[nn.Module], original: type[nn.Module], entry: Registration
 ) -> type[nn.Module]:
-    """``base`` with the arguments and results of the class whose place it takes."""
+    """``base`` with the arguments and results of the replaced class."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if entry.forward_hook is not None:
@@ -302,14 +301,14 @@ def take_over(
         distributed: just made.
         path: of the original.
         translation: between their state dicts; None: names and shapes are the same.
-        instead: what the user can do about values that would be lost.
-        may_be_new: whether ``distributed`` may have values that are none of the original's.
+        instead: the user's way out where values would be lost.
+        may_be_new: whether ``distributed`` may have values without a source in the original.
 
     Raises:
         NotImplementedError: the user's hooks on modules or parameters inside of it.
         PartitionError: a module inside of it is pinned elsewhere.
-        ValueError: values that would be lost, or that nothing is given to; but a warning
-            where the two have nothing in common.
+        ValueError: values would be lost, or left without a source; but a warning where the two
+            have nothing in common.
     """
     to_ours, to_plain = translation or BothWays(dict, dict)
     saved = to_ours(_saved(original))
@@ -343,7 +342,7 @@ def take_over(
 
 
 def _saved(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers that a state dict has; tied ones once."""
+    """Parameters and buffers of a state dict; tied ones once."""
     out: dict[str, Tensor] = dict(module.named_parameters())
     for path, inner in module.named_modules():
         for name, buffer in inner.named_buffers(path, recurse=False):
@@ -357,7 +356,7 @@ def _kind_of(value: Tensor) -> str:
 
 
 def _lost(saved: Mapping[str, Tensor], distributed: nn.Module) -> list[str]:
-    """What of the original's, by our names, has no place; in words."""
+    """The original's values without a place, by our names, in words."""
     # A tied one has one name: it cannot have the values of two.
     ours: dict[str, Tensor] = dict(distributed.named_parameters())
     ours |= dict(distributed.named_buffers())
@@ -371,7 +370,7 @@ def _lost(saved: Mapping[str, Tensor], distributed: nn.Module) -> list[str]:
 
 
 def _new(saved: Mapping[str, Tensor], distributed: nn.Module) -> list[str]:
-    """What of the distributed module's gets none of the original's; in words."""
+    """The distributed module's values without one of the original's, in words."""
     return [
         f"its {_kind_of(value)} '{name}' would get no value"
         for name, value in _saved(distributed).items()
@@ -399,13 +398,13 @@ def _keep_weights(distributed: nn.Module, given: Mapping[str, Tensor]) -> None:
 
 
 def _converted(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    # Of values that are delayed, a step to another device would make them now.
+    # A step to another device would make delayed values now.
     converted = tensor.to(dtype)
     return converted if converted.device == device else converted.to(device)
 
 
 def _inside(path: str, translate: Translate) -> Translate:
-    """``translate`` of what a state dict has of the module at a path."""
+    """``translate`` for a state dict's entries of the module at a path."""
     before = f"{path}." if path else ""
 
     def translated(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -442,7 +441,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _with_buffers(to_plain: Translate, buffers: Mapping[str, Tensor]) -> Translate:
-    """What is translated has the original's buffers, too."""
+    """Add the original's buffers to the translation."""
 
     def translated(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         out = to_plain(state_dict)
@@ -468,9 +467,9 @@ def _hooks_in(module: nn.Module) -> Iterator[HookOf]:
 
 
 def _keep_hooks(original: nn.Module, distributed: nn.Module, path: str) -> None:
-    """Give the distributed form the hooks that the user put on the original.
+    """Give the distributed form the user's hooks on the original.
 
-    Those of the class's own ``__init__`` are the original's, which is no longer called.
+    Those of the class's own ``__init__`` are the original's, no longer called.
     """
     own = original.__dict__.get(_OWN_HOOKS, ())
     for inside, kind, number in list(_hooks_in(original)):
@@ -484,7 +483,7 @@ def _keep_hooks(original: nn.Module, distributed: nn.Module, path: str) -> None:
                 "smp.DistributedModel, on what is in that"
             )
     for name in _TABLES:
-        # The same dicts: handles that the user has find their hooks there.
+        # The same dicts: the user's handles find their hooks there.
         hooks = original.__dict__[name]
         for hook in hooks.values():
             if getattr(hook, "with_module", False):  # torch's wrapper holds the module

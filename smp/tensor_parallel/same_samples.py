@@ -1,7 +1,7 @@
-"""Whether ranks that are said to be fed the same batch (``prescaled_batch``) are.
+"""A check of ranks declared to have the same batch (``prescaled_batch``).
 
-Each adds up the parts of a sum over channels or classes that the others take for parts of its
-own sum, so ranks with other samples train something else without a word.
+Each adds up the parts of a sum over channels or classes, and takes the others' parts for those
+of its own sum.  So ranks with other samples would silently train another model.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,26 @@ from smp.tensor_parallel import group
 from smp.tensor_parallel.slices import PATH
 from smp.tensor_parallel.step_end import device_of_numbers
 
-# Of each module, and of steps in a pipeline; then the ranks' samples are taken to be the same.
+# Calls of each module, and steps in a pipeline; then the ranks' samples are taken to be the
+# same.
 _COMPARED_CALLS = 2
 COMPARED_STEPS = 2
 _CALLS = "_smp_compared_calls"
 _WAVES = (0.7548776662, 1.2207440846, 1.8191725134, 2.4142135624)  # radians an element
 
-# Of the norm.  Ranks may round differently; a sample of a batch of 64 moves a sum by 0.1.
+# Relative to the norm.  Ranks may round differently; a sample of a batch of 64 moves a sum by
+# 0.1.
 _TOLERANCE = 0.02
 
 
 def check(module: nn.Module, x: object) -> None:
-    """Compare what a module gets on such ranks, in its first calls.  Collective then.
+    """Compare a module's inputs on such ranks, in its first calls.  Collective then.
 
-    What is compared is the norm and a few weighted sums: of normalised values, sizes alone are
-    all alike.
+    The comparison is of the norm and a few weighted sums: the sizes alone of normalised values
+    are all alike.
 
     Raises:
-        ValueError: on every tp_rank; they differ.
+        ValueError: on every tp_rank; the inputs differ.
     """
     calls = module.__dict__.get(_CALLS, 0)
     if (
@@ -62,7 +64,7 @@ def inputs_differ(step: str, inputs: Sequence[Tensor] | None) -> ValueError | No
             step fails in any case.
 
     Returns:
-        what is to be raised on all ranks: they differ; alike on all tp_ranks.
+        the error for all ranks: the inputs differ; alike on all tp_ranks.
     """
     tensors = list(filter(_is_compared, inputs or ()))
     before = group.call_of("the inputs of a step")
@@ -74,7 +76,7 @@ def inputs_differ(step: str, inputs: Sequence[Tensor] | None) -> ValueError | No
 
 
 def _rank_with_others(tensors: list[Tensor] | None) -> int | None:
-    """The first tp_rank that has other inputs than tp_rank 0; None: none, or some has none."""
+    """The first tp_rank with other inputs than tp_rank 0; None: none, or some has none."""
     device = torch.device(device_of_numbers(ranks.get_tp_process_group()))
     own = -1 if tensors is None else len(tensors)
     counts = [count for (count,) in group.gather_numbers([own], device)]
@@ -105,7 +107,7 @@ def _numbers_of(x: Tensor) -> list[int]:
 
 
 def _other_rank(everyones: list[list[int]]) -> int | None:
-    """The first tp_rank whose tensor is none that tp_rank 0 may have, by their numbers."""
+    """The first tp_rank with a tensor other than tp_rank 0's, by their numbers."""
     (count, *first), *others = ((n, *_floats(bits)) for n, *bits in everyones)
     for rank, (their_count, *theirs) in enumerate(others, 1):
         most = _TOLERANCE * max(first[0], theirs[0])

@@ -1,8 +1,9 @@
-"""What operators of the script's own code get of parameters that are split.
+"""The script's own operators on split parameters.
 
-- In a call of the model, or in a step, it is the whole, by a gather that counts in backward.
-- Elsewhere the tp_ranks need not come together.  An operator that acts on each element by
-  itself acts on the slice, random values are drawn for the whole, and all else is refused.
+- In a call of the model, or in a step, an operator gets the whole, by a gather that counts in
+  backward.
+- Elsewhere the tp_ranks need not come together.  An operator for each element by itself acts on
+  the slice, random values are drawn for the whole, and all else is refused.
 """
 
 import functools
@@ -19,6 +20,7 @@ from smp import _core
 from smp.execution import runtime
 from smp.tensor_parallel import chain, group, primitives, split_parameters
 from smp.tensor_parallel.slices import (
+    PATH,
     PATH_OF_PARAMETER,
     Slices,
     is_scaled_by_module,
@@ -28,7 +30,7 @@ from smp.tensor_parallel.slices import (
 )
 from smp.tensor_parallel.split_parameters import INIT, SplitTensor, refuse
 
-# What the memory of a slice, or the parameter as an object, is asked for.
+# Reads of the memory of a slice, or of the parameter as an object.
 _METADATA = {
     "__get__", "__set__", "__hash__", "__format__", "__repr__", "backward", "data_ptr", "dim",
     "element_size", "empty_like", "full_like", "get_device", "is_complex", "is_contiguous",
@@ -40,7 +42,7 @@ _METADATA = {
 _SIZES = {"__len__", "nelement", "numel", "shape", "size"}
 _VIEWS = {"H", "T", "imag", "mH", "mT", "real"}  # attributes
 
-# Names without underscores, which also stand for operators in place and for reflected ones.
+# Names without underscores, for operators in place and reflected ones, too.
 _BY_ELEMENT = {
     "abs", "add", "addcdiv", "addcmul", "bfloat16", "clamp", "clampmax", "clampmin", "clone",
     "contiguous", "copy", "cpu", "cuda", "data", "detach", "div", "double", "eq", "erfinv",
@@ -60,7 +62,7 @@ _GATHERS = "_smp_gathers"  # of a parameter: how often
 
 
 def gathers_of(model: nn.Module) -> dict[str, int]:
-    """By path of a split weight, how often its whole was gathered for the script's own code."""
+    """By path of a split weight, the number of its gathers for the script's own code."""
     counts = ((p, getattr(p, _GATHERS, 0)) for p in model.parameters())
     return {getattr(p, PATH_OF_PARAMETER): count for p, count in counts if count}
 
@@ -72,6 +74,48 @@ def whole_among(values: Any) -> Any:
     return values
 
 
+def called_with_slices(
+    module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """A call of a split module, where ``torch.func.functional_call`` may have given it wholes.
+
+    Raises:
+        NotImplementedError: it has, on ranks with other samples: each may have given another
+            whole.
+    """
+    given = _wholes_in(module)
+    if not given:
+        return forward(module, *args, **kwargs)
+    slices = module.__dict__[split_parameters.HELD]
+    for name, whole in given.items():
+        if not group.same_samples():
+            path = module.__dict__.get(PATH, type(module).__name__)
+            raise NotImplementedError(
+                f"smp: '{path}' is split over the TP_GROUP, and was called with a tensor of "
+                f"shape {list(whole.shape)} in the place of its '{name}', on different "
+                f"samples: leave it whole, smp.set_tensor_parallelism('{path}', False)"
+            )
+        cut = slices[name]
+        lengths = [cut.local_size(rank) for rank in range(group.size())]
+        part = primitives.own_part(cut.by_rank(whole), cut.axis, lengths)
+        module._parameters[name] = part  # type: ignore[assignment]
+    try:
+        return forward(module, *args, **kwargs)
+    finally:
+        module._parameters.update(given)
+
+
+def _wholes_in(module: nn.Module) -> dict[str, nn.Parameter]:
+    found = {}
+    for name, slices in module.__dict__.get(split_parameters.HELD, {}).items():
+        value = module._parameters.get(name)
+        if value is None or isinstance(value, SplitTensor):
+            continue
+        if value.size(slices.axis) == slices.size:
+            found[name] = value
+    return found
+
+
 def _come_together() -> bool:
     """Whether the tp_ranks run the same code now: a call of the model, or a step."""
     rt = runtime.current
@@ -81,10 +125,10 @@ def _come_together() -> bool:
 
 
 def _of_slice(func: Any, args: tuple, kwargs: dict[str, Any], initializes: bool) -> Any:
-    """What a function of the script's gives; NotImplemented: it is for the whole value.
+    """The result of a script's function; NotImplemented: it is for the whole value.
 
     Raises:
-        RuntimeError: it is not to be had.
+        RuntimeError: no result is to be had.
     """
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
@@ -179,7 +223,7 @@ def _whole(part: SplitTensor) -> Tensor:
 
 
 def _refuse_in_function(part: Tensor) -> None:
-    """Of one that is given to an autograd function: the gradient would be of the whole."""
+    """Refuse a parameter given to an autograd function: the gradient would be the whole's."""
     if torch.is_grad_enabled() or not part.requires_grad:
         return
     frame = sys._getframe(1)
@@ -192,7 +236,7 @@ def _refuse_in_function(part: Tensor) -> None:
 
 
 def _slice_like(part: SplitTensor, whole: Tensor | None) -> Tensor:
-    """This rank's slice of a tensor, or an alias of the part, that knows it is one."""
+    """This rank's slice of a tensor, or an alias of the part, marked as one."""
     slices = slices_of(part)
     assert slices is not None
     value = part.detach() if whole is None else slices.take(whole, group.rank())
@@ -211,7 +255,7 @@ def _empty_whole(part: SplitTensor) -> Tensor:
 
 
 def _draw(func: Any, part: SplitTensor, rest: tuple, kwargs: dict[str, Any]) -> Any:
-    """Values as they are drawn for the whole, from this rank's generator."""
+    """Values as drawn for the whole, from this rank's generator."""
     slices = slices_of(part)
     assert slices is not None
     whole = _empty_whole(part)
@@ -226,7 +270,7 @@ def _set_data(part: SplitTensor, data: Tensor) -> None:
 
 
 def _by_element(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What acts on each element, done to slices alike; what is of the whole's shape is cut.
+    """Act on each element of slices alike; operands of the whole's shape are cut.
 
     Raises:
         RuntimeError: an operand is neither.

@@ -1,7 +1,7 @@
-"""Gradients that are differentiated once more (``create_graph``): what is split refuses that.
+"""Gradients differentiated once more (``create_graph``) are refused for split modules.
 
-A backward that moves tensors, or computes in the core, leaves no graph behind it.  A second
-derivative through it would lack that part, without a word.
+A backward with moves of tensors, or with the core's kernels, leaves no graph behind it.  A
+second derivative through it would silently lack that part.
 """
 
 import functools
@@ -14,13 +14,13 @@ from torch.autograd import Function
 
 
 def refused(backward: Callable, of_values: bool = False) -> Callable:
-    """A function's backward whose results, in a graph, raise when they are differentiated.
+    """A function's backward with results that raise when differentiated in a graph.
 
-    As torch's ``once_differentiable``, but on the way to any of what they depend on.  What it
-    hands on as it is stays so.
+    As torch's ``once_differentiable``, but on the way to any tensor behind the results.  A
+    tensor handed on unchanged stays so.
 
     Args:
-        of_values: they depend on what the function has saved, not on the gradients alone.
+        of_values: the results depend on saved tensors, not on the gradients alone.
     """
 
     @functools.wraps(backward)

@@ -1,8 +1,8 @@
-"""Which part of a parameter each rank of the TP_GROUP holds.
+"""The part of a parameter held by each rank of the TP_GROUP.
 
-A slice is one or more ranges of one axis: one where the axis is cut as it is, several where
-it holds blocks that are cut each by itself (the query, key and value columns of a packed
-linear).  Axis and ranges are kept with the parameter and serve saving and loading.
+A slice is one or more ranges of one axis: one where the axis is cut as it is, several where it
+holds blocks with a cut of their own (the query, key and value columns of a packed linear).
+Axis and ranges are kept with the parameter and serve saving and loading.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-PATH = "_smp_tensor_parallel_path"  # in the __dict__ of a module that is split
+PATH = "_smp_tensor_parallel_path"  # in the __dict__ of a split module
 
 Range = tuple[int, int]  # first, one past the last
 
@@ -23,12 +23,12 @@ def share(count: int, parts: int) -> list[int]:
 
 
 class Slices(NamedTuple):
-    """How an axis is cut.
+    """The cut of an axis.
 
     Attributes:
         axis: of the parameter.
         size: of the whole axis.
-        ranges: by tp_rank, what the rank holds, in its order there.
+        ranges: by tp_rank, the rank's parts, in its order there.
     """
 
     axis: int
@@ -43,8 +43,8 @@ class Slices(NamedTuple):
             axis: of the parameter.
             size: of the whole axis; ``unit * blocks`` divides it.
             parts: tp_size.
-            unit: elements that stay together, the size of a head for example.
-            blocks: equal parts of the axis that are cut each by itself.
+            unit: elements to keep together, the size of a head for example.
+            blocks: equal parts of the axis, each cut by itself.
         """
         width = size // blocks
         counts = share(width // unit, parts)
@@ -85,15 +85,26 @@ class Slices(NamedTuple):
                 at += last - first
         return whole
 
+    def by_rank(self, whole: Tensor) -> Tensor:
+        """The ranks' parts of the whole, one behind the other along the axis."""
+        return (
+            whole if self._is_in_order() else whole.index_select(self.axis, self._held(whole))
+        )
+
     def in_order(self, joined: Tensor) -> Tensor:
         """The whole, from the ranks' parts one behind the other along the axis."""
-        if all(len(ranges) == 1 for ranges in self.ranges):
+        if self._is_in_order():
             return joined
-        held = [
-            i for ranges in self.ranges for first, last in ranges for i in range(first, last)
-        ]
-        places = torch.tensor(held, device=joined.device).argsort()
-        return joined.index_select(self.axis, places)
+        return joined.index_select(self.axis, self._held(joined).argsort())
+
+    def _is_in_order(self) -> bool:
+        return all(len(ranges) == 1 for ranges in self.ranges)
+
+    def _held(self, whole: Tensor) -> Tensor:
+        """Places along the axis, by rank."""
+        ranges = (pair for ranges in self.ranges for pair in ranges)
+        held = [i for first, last in ranges for i in range(first, last)]
+        return torch.tensor(held, device=whole.device)
 
 
 _SLICES = "_smp_slices"
@@ -101,7 +112,7 @@ _SCALED = "_smp_scaled_batch"
 
 
 def mark(parameter: Tensor, slices: Slices | None, scaled_batch: bool) -> None:
-    """Note what of a parameter (or buffer) this rank holds, and whose samples it sees.
+    """Note this rank's part of a parameter (or buffer), and the samples seen by it.
 
     Args:
         parameter: in its local shape.
@@ -113,12 +124,12 @@ def mark(parameter: Tensor, slices: Slices | None, scaled_batch: bool) -> None:
 
 
 def slices_of(parameter: Tensor) -> Slices | None:
-    """How a parameter or buffer is cut; None: every rank of the TP_GROUP has all of it."""
+    """The cut of a parameter or buffer; None: every rank of the TP_GROUP has all of it."""
     return getattr(parameter, _SLICES, None)
 
 
 def whole_shape(parameter: Tensor) -> list[int]:
-    """The shape that a parameter or buffer has with the parts of all ranks."""
+    """The shape of a parameter or buffer with the parts of all ranks."""
     slices = slices_of(parameter)
     return list(parameter.shape) if slices is None else slices.full_shape(parameter.shape)
 
@@ -138,17 +149,17 @@ def is_scaled_batch(parameter: Tensor) -> bool:
 
 
 def is_scaled_by_module(parameter: Tensor) -> bool:
-    """Whether its module multiplies the gradients of what it makes of the parameter."""
+    """Whether its module multiplies the gradients of the parameter's results."""
     return getattr(parameter, SCALES, 1.0) is None
 
 
 _OF_SPLIT_MODEL = "_smp_of_split_model"
 PARTIAL_GRADIENT = "_smp_partial_gradient"  # see smp.tensor_parallel.gradients
-PATH_OF_PARAMETER = "_smp_path"  # of one that is cut where it stands
+PATH_OF_PARAMETER = "_smp_path"  # of one cut in place
 
 SCALES = "_smp_scales"  # its gradients' factor; None: its module's
 
-# What is noted with parameters and buffers.
+# Notes with parameters and buffers.
 MARKS = (_SLICES, _SCALED, _OF_SPLIT_MODEL, PARTIAL_GRADIENT, PATH_OF_PARAMETER)
 
 
@@ -164,16 +175,16 @@ def mark_model(model: nn.Module) -> None:
 
 
 def _slices_in(module: nn.Module) -> list[str]:
-    """The names of what a module has slices of."""
+    """The names of a module's slices."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return [name for name, value in named if slices_of(value) is not None]
 
 
 def _refuse_slices(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Of what has slices, before ``state_dict()``; saving/state_dicts.py keeps variables.
+    """Refuse ``state_dict()`` of a module with slices; saving/state_dicts.py keeps variables.
 
     Raises:
-        RuntimeError: what a script would take for the whole is this rank's slices.
+        RuntimeError: a script would take this rank's slices for the whole.
     """
     cut = [] if keep_vars else _slices_in(module)
     if cut:
@@ -186,15 +197,15 @@ def _refuse_slices(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def is_of_split_model(parameter: Tensor) -> bool:
-    """Whether a parameter is one of a model that is split, on all ranks alike."""
+    """Whether a parameter is one of a split model, on all ranks alike."""
     return getattr(parameter, _OF_SPLIT_MODEL, False)
 
 
 def refuse_copies(module: nn.Module) -> NoReturn:
-    """What a module that is split has as ``stand_ins.REFUSES_COPIES``.
+    """The ``stand_ins.REFUSES_COPIES`` of a split module.
 
     Raises:
-        TypeError: a copy would not know that what it has are this rank's slices.
+        TypeError: a copy would not know its values as this rank's slices.
     """
     path = module.__dict__.get(PATH)
     name = f"a {type(module).__name__}" if path is None else f"'{path}'"

@@ -1,8 +1,9 @@
-"""Parameters that are cut where they stand.
+"""Parameters cut in place.
 
-Such a parameter is this rank's slice, and the object that optimizers and scripts know.  As a
+Such a parameter is this rank's slice, and the object known to optimizers and scripts.  As a
 slice it serves its module's call, smp and PyTorch's optimizers.  An operator of the script's
-own code has no slice in mind: ``smp.tensor_parallel.script_uses`` gives it what it gets.
+own code has no slice in mind: ``smp.tensor_parallel.script_uses`` gives the operator its
+tensors.
 """
 
 import contextlib
@@ -20,15 +21,16 @@ from smp.execution.compiled_code import not_traced
 from smp.tensor_parallel.slices import PATH_OF_PARAMETER, slices_of, whole_shape
 
 INIT = "torch.nn.init"
+HELD = "_smp_held"  # in a module's __dict__: the Slices of its parameters, by name
 _NOT_SCRIPTS = ("smp.", "torch.optim.", "torch._dynamo.")
 
 
 class Service(NamedTuple):
-    """What operators of the script's own code get.
+    """The tensors for operators of the script's own code.
 
     Attributes:
         of_slice: the result of an operator; NotImplemented: it is to have the whole.
-        whole: of a slice.
+        whole: from a slice.
     """
 
     of_slice: Callable[[Any, tuple, dict[str, Any], bool], Any]
@@ -57,7 +59,7 @@ _own = _InThisThread()
 
 @contextlib.contextmanager
 def own_call(module: nn.Module) -> Iterator[None]:
-    """In the block the module's own parameters are what this rank has of them."""
+    """In the block the module's own parameters are this rank's slices."""
     before, _own.called = _own.called, module
     try:
         yield
@@ -66,7 +68,7 @@ def own_call(module: nn.Module) -> Iterator[None]:
 
 
 class SplitTensor(Tensor):
-    """This rank's slice of something, which only its owner takes for what it is."""
+    """This rank's slice of a tensor; only its owner takes the slice as such."""
 
     @classmethod
     def __torch_function__(
@@ -99,7 +101,7 @@ class SplitTensor(Tensor):
 
 
 class GatheredView(Tensor):
-    """A view of a whole that was gathered.  What is written there would be lost."""
+    """A view of a gathered whole.  A write there would be lost."""
 
     _smp_part: SplitTensor
 
@@ -118,7 +120,7 @@ class GatheredView(Tensor):
 
 
 class SplitParameter(SplitTensor, nn.Parameter):
-    """A parameter that `keep_slice` has cut."""
+    """A parameter cut by `keep_slice`."""
 
 
 # Optimizers compute over lists of exactly these classes at once.
@@ -126,10 +128,10 @@ _foreach_supported_types.append(SplitParameter)
 
 
 def guard(module: nn.Module, path: str) -> None:
-    """Have all parameters in a module that are cut be such; they stay the same objects.
+    """Have all cut parameters in a module be such; they stay the same objects.
 
     Args:
-        module: that was split where it stands.
+        module: split in place.
         path: of it.
     """
     for name, parameter in module.named_parameters():
@@ -139,14 +141,14 @@ def guard(module: nn.Module, path: str) -> None:
 
 
 def become_like(twin: nn.Parameter, parameter: Tensor) -> None:
-    """Of a parameter that stands in for another: it is cut alike."""
+    """Cut a parameter's stand-in like the parameter."""
     if isinstance(parameter, SplitParameter):
         twin.__class__ = SplitParameter
         twin.__dict__.update(parameter.__dict__)
 
 
 def is_plain(parameter: Tensor) -> bool:
-    """Whether it is of no class that a user or another library has made."""
+    """Whether the parameter is of no class of a user's or another library's."""
     return type(parameter) in (nn.Parameter, SplitParameter)
 
 
@@ -188,11 +190,11 @@ def _read_only(result: Any, of: Tensor, part: SplitTensor) -> Any:
     return tree_map_only(Tensor, seen, result)
 
 
-# ------------------------------------------------------------------------- who uses it
+# ------------------------------------------------------------------------- the user at work
 
 
 def _are_own(args: tuple) -> bool:
-    """Whether it is the module under way that uses its own parameters, and no others'."""
+    """Whether the module under way uses its own parameters, and no others'."""
     module = _own.called
     if module is None:
         return False
@@ -202,7 +204,7 @@ def _are_own(args: tuple) -> bool:
 
 @not_traced("an operator that is given a weight that smp splits over the TP_GROUP")
 def _user() -> str:
-    """The Python module whose code this is; "" for smp and PyTorch's own bookkeeping."""
+    """The Python module of the calling code; "" for smp and PyTorch's own bookkeeping."""
     frame = sys._getframe()
     while frame is not None and frame.f_globals is globals():
         frame = frame.f_back  # type: ignore[assignment]
@@ -220,19 +222,20 @@ def _user() -> str:
 
 
 def refuse(part: Tensor, name: str, together: bool = False) -> Any:
-    """Of an operator that is not served.
+    """Refuse an operator without service.
 
     Args:
         name: of it.
         together: in a call of the model, or a step.
 
     Raises:
-        RuntimeError: the script would take this rank's slice for the whole; names it.
+        RuntimeError: the script would take this rank's slice for the whole; the text names the
+            slice.
     """
     path = getattr(part, PATH_OF_PARAMETER, "a parameter")
     module = path.rpartition(".")[0]
     frame = sys._getframe(1)
-    while frame is not None:  # of one that initializes, rather than an operator in it
+    while frame is not None:  # of a function of initialization, rather than an operator in it
         if frame.f_globals.get("__name__") == INIT:
             name = frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]

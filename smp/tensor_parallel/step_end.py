@@ -1,11 +1,11 @@
 """The end of a step without a pipeline, on all ranks of a TP_GROUP together.
 
-So, too, the end of a run that is traced by all ranks of a DP_GROUP.
+So, too, the end of a run traced by all ranks of a DP_GROUP.
 
-A rank whose step failed makes no more of its modules' collectives, for which the others wait.
-So it calls another operation in place of the next one: that one fails on every rank, with as
-many operations called on each, and the step fails with it.  Ranks whose steps went well meet
-in a last operation, so that a failure after the last collective of a module is heard, too.
+A rank with a failed step makes no more of its modules' collectives, and the others would wait.
+So it calls another operation in place of the next one.  The other operation fails on every
+rank, with as many operations called on each, and the step fails with it.  Ranks with successful
+steps meet in a last operation: a failure after the last collective of a module is heard, too.
 
 In a pipeline the servers tell each other (``smp.tensor_parallel.order``).
 """
@@ -16,10 +16,8 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from smp import ranks
+from smp import _core, ranks
 from smp.tensor_parallel import keys
-
-_MISMATCH = "[SMP_ERR_MISMATCH]"  # as csrc/comm says that ranks called other operations
 
 _is_over = False  # whether this step has met the other ranks' failure
 
@@ -29,7 +27,7 @@ class PeerFailed(RuntimeError):
 
 
 def device_of_numbers(group: dist.ProcessGroup) -> str:
-    """Where tensors are that the group's collectives take, wherever the model is."""
+    """The device of tensors for the group's collectives, wherever the model is."""
     kinds = {device.type for device in group._device_types}
     return "cpu" if "cpu" in kinds else "cuda"
 
@@ -60,7 +58,7 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except BaseException:
         if not _is_over:
-            with suppress(Exception):  # it fails where the others' steps go on
+            with suppress(Exception):  # this call fails where the others' steps go on
                 dist.barrier(group)
         raise
     try:
@@ -72,17 +70,17 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def is_mismatch(error: Exception) -> bool:
     """Whether a collective failed because another rank called another operation."""
-    return _MISMATCH in str(error)
+    return isinstance(error, _core.Error) and error.status == "SMP_ERR_MISMATCH"
 
 
 def hear(where: str, error: Exception) -> None:
-    """A collective has failed: what it means if the ranks' differ.
+    """Find the meaning of a failed collective, if the ranks' differ.
 
     Args:
-        where: of what, in words.
+        where: the collective, in words.
 
     Raises:
-        PeerFailed: they do.
+        PeerFailed: the ranks' collectives differ.
     """
     global _is_over
     if not is_mismatch(error):

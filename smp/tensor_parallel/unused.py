@@ -1,5 +1,5 @@
-"""Backward comes to every collective (`smp.tensor_parallel.chain`), also to those of which this
-rank's loss uses nothing: zeros go through these, and leave no gradient where there was none.
+"""Zeros for collectives without use in this rank's loss.  Backward comes to every one
+(`smp.tensor_parallel.chain`); the zeros go through, and leave no gradient where there was none.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def keep_shape(ctx: Any, *outputs: Tensor) -> None:
 
 
 def defined(ctx: Any, gradient: Tensor | None, output: int = 0) -> Tensor:
-    """The gradient of what a function returned; zeros where the loss leaves it out."""
+    """The gradient of a function's output; zeros where the loss leaves it out."""
     if gradient is not None:
         return gradient
     _note_left_out()
@@ -29,22 +29,22 @@ def defined(ctx: Any, gradient: Tensor | None, output: int = 0) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-# By backward that came to what this rank's loss leaves out: the parameters without gradient.
-# In a pipeline, where gradients come at a step's end, all those of a step.
+# By backward with outputs left out of this rank's loss: the parameters without gradient.  In a
+# pipeline, where gradients come at a step's end, all those of a step.
 _without: dict[int, list[Tensor]] = {}
 _STEP = -1
 
 
 def begin_step() -> None:
-    """Forget backwards that failed."""
+    """Forget failed backwards."""
     _without.clear()
 
 
 class PipelinedStep:
-    """The parameters of a step that have no gradient before it, and may have zeros then.
+    """The parameters of a step without a gradient before it, perhaps zeros then.
 
-    What is zeros because a loss leaves it out makes zeros of other gradients, on other ranks,
-    too: messages of a backward say so (``SMP_FLAG_UNUSED``, csrc/server/envelope.h).
+    Zeros for outputs left out of a loss make zeros of other gradients, on other ranks, too:
+    messages of a backward carry this (``SMP_FLAG_UNUSED``, csrc/server/envelope.h).
 
     Args:
         parameters: of this rank.
@@ -57,7 +57,7 @@ class PipelinedStep:
         PipelinedStep.is_under_way = True
 
     def end(self) -> None:
-        """Its gradients are there; zeros are dropped by `drop_zeros`."""
+        """The step's gradients are complete; zeros are dropped by `drop_zeros`."""
         PipelinedStep.is_under_way = False
         if _core.gradients_leaves_out():
             _without[_STEP] = self._without
@@ -75,9 +75,9 @@ def _note_left_out() -> None:
 
 
 def drop_zeros() -> None:
-    """Gradients that are there only because backward comes everywhere are None again.
+    """Gradients from backward's visit alone are None again.
 
-    The end of a backward does so; this is for what comes before.
+    The end of a backward does so; this is for earlier cases.
     """
     for backward in list(_without):
         _drop_zeros(backward)

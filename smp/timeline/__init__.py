@@ -1,1 +1,1 @@
-"""What the ranks did in the last step."""
+"""The ranks' work in the last step."""

@@ -1,9 +1,9 @@
-"""What each rank did in the last step: ``smp.save_trace``.
+"""Each rank's work in the last step: ``smp.save_trace``.
 
-The core notes when a worker begins a task, waits inside it, goes on and ends it (a ring
-of the last 65,536 events a step, ``csrc/server/timeline.h``).  Here these events become
-tasks and spans, those of all ranks of the PP_GROUP are brought together, and written
-in the trace event format of Chrome, or drawn.
+The core notes when a worker begins a task, waits inside it, goes on and ends it (a ring of the
+last 65,536 events a step, ``csrc/server/timeline.h``).  Here these events become tasks and
+spans.  Those of all ranks of the PP_GROUP are brought together, and written in the trace event
+format of Chrome, or drawn.
 
 Source of the format: Chromium, "Trace Event Format" (catapult project documentation).
 """
@@ -27,7 +27,7 @@ _BEGIN, _WAIT, _GO, _END = range(4)
 
 @dataclass
 class Span:
-    """A stretch of a task in which its worker worked, or waited."""
+    """A stretch of a task, of work or of waiting."""
 
     start_ns: int
     end_ns: int
@@ -56,17 +56,16 @@ class Task:
 def save_trace(path: str | os.PathLike) -> None:
     """Write the last step, of every rank of the PP_GROUP, to a file.
 
-    A path that ends in ``.svg`` becomes a picture; any other the JSON that
-    https://ui.perfetto.dev and chrome://tracing open: a process for each rank, in it a
-    row "working" whose gaps are idle time, and a row for each worker with its requests
-    and, inside them, its waiting.  Times count from the step's first event, in
-    microseconds.
+    A path with the suffix ``.svg`` becomes a picture, any other the JSON of
+    https://ui.perfetto.dev and chrome://tracing.  The JSON has a process for each rank.  In it
+    are a row "working", with idle time for gaps, and a row for each worker with its requests
+    and, inside them, its waiting.  Times count from the step's first event, in microseconds.
 
     Collective over all ranks; rank 0 writes.  Without pipeline parallelism there are no
     requests, and the trace is empty.
 
     Args:
-        path: of the file, which is replaced.
+        path: of the file, replaced if it exists.
 
     Raises:
         RuntimeError: before ``smp.init``.
@@ -106,8 +105,8 @@ def read_events(
         paths: module path by entry.
         ahead_ns: how far this rank's clock is ahead.
 
-    A task whose begin the ring has lost starts with its first event that is left; one
-    that has not ended (the step failed) is left out.
+    A task with its begin lost from the ring starts with its first event left; a task without an
+    end (the step failed) is left out.
     """
     done: list[Task] = []
     under_way: dict[int, Task] = {}
@@ -120,8 +119,8 @@ def read_events(
             since[worker] = at
             if kind == _BEGIN:
                 continue
-        # The phase of a span is the one that its last event tells: the step function
-        # changes from forward to backward while it waits for its turn.
+        # The phase of a span is its last event's: the step function changes from forward to
+        # backward while it waits for its turn.
         under_way[worker].spans.append(Span(since[worker], at, phase, kind == _GO))
         since[worker] = at
         if kind == _END:
@@ -130,7 +129,7 @@ def read_events(
 
 
 def working(tasks: Iterable[Task]) -> list[tuple[Span, Task]]:
-    """What a rank worked on, one thing after the other; the rest of the time it idled."""
+    """A rank's work, one stretch after the other; the rest of the time it idled."""
     spans = [(span, task) for task in tasks for span in task.spans if not span.waiting]
     return sorted(spans, key=lambda pair: pair[0].start_ns)
 

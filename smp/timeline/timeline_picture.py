@@ -23,7 +23,7 @@ _BUSY = 88.0  # room for its share of time at work
 _ROW = 34.0
 _GAP = 10.0
 _TOP = 104.0
-_NARROWEST = 0.4  # px; of what is drawn apart from its neighbour
+_NARROWEST = 0.4  # px; a bar narrower than this joins its neighbour
 _LEGEND_STEP = 58.0
 _MOST_IN_LEGEND = 12
 
@@ -93,7 +93,7 @@ def picture(ranks: Sequence[list["Task"]]) -> str:
 
 
 def merged(tasks: Sequence["Task"], gap_ns: float) -> list[Bar]:
-    """A rank's work in order; what belongs together and is nearly adjacent is one bar."""
+    """A rank's work in order; nearly adjacent stretches of one kind are one bar."""
     spans = [
         Bar(span.start_ns, span.end_ns, task.microbatch, span.phase)
         for task in tasks

@@ -175,10 +175,10 @@ TEST(a_call_that_makes_no_sense_is_not_copied)
         call.out_counts = outs; /* without counts they are of no use */
         CHECK(smp_call_copy(&call, MEMBERS, &copy) && copy.out_counts == NULL);
         call = call_of(o);
-        call.sparse = 1;
+        call.hints.sparse = 1;
         CHECK(makes_sense(call) == is_gather);
         call = call_of(o);
-        call.assumed = 1;
+        call.hints.assumed = 1;
         CHECK(makes_sense(call) == is_gather);
         call = call_of(o);
         call.gather = gather;
@@ -265,16 +265,16 @@ TEST(a_notice_reads_as_the_call)
     call.out_counts = outs;
     is_said(call, "all-to-all 9 of float32 with split sizes");
     call = call_of(SMP_ALL_GATHER);
-    call.assumed = 77;
+    call.hints.assumed = 77;
     is_said(call, "all-gather 9 of float32 with assumed sizes");
-    call.assumed = 0;
+    call.hints.assumed = 0;
     call.gather = (const smp_device_gather *)(const void *)splits;
     is_said(call, "all-gather 9 of 10 float32 on a device");
     call.gather = NULL;
     call.offer = (const smp_device_offer *)(const void *)splits;
     is_said(call, "all-gather 9 of 10 float32 on a device for the first time");
     call.offer = NULL;
-    call.sparse = 2;
+    call.hints.sparse = 2;
     is_said(call, "sparse all-reduce 8 (sum)");
 }
 
@@ -289,7 +289,7 @@ TEST(a_notice_has_the_callers_lists_addresses_and_factor)
     call.in = splits;
     call.out = counts;
     call.factor = 2.5;
-    call.key = 0xabc;
+    call.hints.key = 0xabc;
     smp_call_say(&call, MEMBERS, 9, &notice, counts);
     for (int m = 0; m < MEMBERS; m++) {
         CHECK(counts[m] == splits[m] && counts[MEMBERS + m] == outs[m]);
@@ -298,7 +298,7 @@ TEST(a_notice_has_the_callers_lists_addresses_and_factor)
     CHECK(notice.in == (uint64_t)(uintptr_t)splits);
     CHECK(notice.out == (uint64_t)(uintptr_t)counts && notice.factor == 2.5);
     call = call_of(SMP_BROADCAST);
-    call.key = 5;
+    call.hints.key = 5;
     smp_call_say(&call, MEMBERS, 9, &notice, counts);
     CHECK(notice.root == 1 && notice.count == 10);
 }
@@ -340,25 +340,31 @@ TEST(kinds_are_named_and_counted_as_their_caller_sees_them)
 
 /* --------------------------------------------------------------------- who differs */
 
+#define SIZES_UNLIKE "assume other sizes"
+
 /* What members 0 and 1 are told if the last member's notice is another one; NULL: they
  * agree. */
 static void
 differ(const smp_notice *usual, const smp_notice *other, const char *words)
 {
-    smp_said said[MEMBERS];
-    char     text[320] = "";
-    size_t   most;
+    smp_said    said[MEMBERS];
+    smp_refusal refusal;
+    const char *text = refusal.text;
+    size_t      most;
 
     for (int m = 0; m < MEMBERS; m++) {
         said[m] = (smp_said){.name = 10 + m, .notice = m == 2 ? other : usual};
     }
-    if (smp_agreement(said, MEMBERS, &most, text, sizeof(text)) != (words == NULL)) {
+    if (smp_agreement(said, MEMBERS, &most, &refusal) != (words == NULL)) {
         fprintf(stderr, "'%s'\n", text);
         check_fail();
     }
     CHECK(words == NULL ||
           (strstr(text, words) != NULL && strstr(text, "rank 10 ") != NULL &&
-           strstr(text, "rank 12 ") != NULL));
+           strstr(text, "rank 12 ") != NULL &&
+           refusal.status == (strstr(text, SIZES_UNLIKE) != NULL ? SMP_ERR_SIZES
+                                                                 : SMP_ERR_MISMATCH)));
+    CHECK(words == NULL || (refusal.keys[0] == 0 && refusal.keys[1] == other->key));
 }
 
 TEST(members_agree_only_in_all_that_counts)
@@ -393,9 +399,9 @@ TEST(members_agree_only_in_all_that_counts)
     other.assumed = 5;
     differ(&usual, &other, "with assumed sizes");
     usual.assumed = 6; /* all do */
-    differ(&usual, &other, "all-gather 3: rank 10 and rank 12 " SMP_SIZES_UNLIKE);
+    differ(&usual, &other, "all-gather 3: rank 10 and rank 12 " SIZES_UNLIKE);
     other.count = 9; /* whatever else differs */
-    differ(&usual, &other, SMP_SIZES_UNLIKE);
+    differ(&usual, &other, SIZES_UNLIKE);
     other.sequence++; /* but that */
     differ(&usual, &other, "rank 12 calls all-gather 4");
 }
@@ -404,22 +410,23 @@ TEST(split_sizes_that_differ_are_named_with_both_members)
 {
     uint64_t counts[MEMBERS][2 * MEMBERS] = {
         {2, 4, 6, 2, 1, 8}, {1, 5, 7, 4, 5, 9}, {8, 9, 3, 6, 7, 3}};
-    smp_notice notice = {.sequence = 3,
-                         .operation = SMP_ALL_TO_ALL,
-                         .dtype = SMP_F32,
-                         .uneven = 2,
-                         .kind = smp_kind_of(SMP_DL_COMPLEX, 64, 1)};
-    smp_said   said[MEMBERS];
-    char       text[320];
-    size_t     most = 0;
+    smp_notice  notice = {.sequence = 3,
+                          .operation = SMP_ALL_TO_ALL,
+                          .dtype = SMP_F32,
+                          .uneven = 2,
+                          .kind = smp_kind_of(SMP_DL_COMPLEX, 64, 1)};
+    smp_said    said[MEMBERS];
+    smp_refusal refusal;
+    const char *text = refusal.text;
+    size_t      most = 0;
 
     for (int m = 0; m < MEMBERS; m++) {
         said[m] = (smp_said){.name = 10 + m, .notice = &notice, .counts = counts[m]};
     }
-    CHECK(smp_agreement(said, MEMBERS, &most, text, sizeof(text)) && most == 9);
+    CHECK(smp_agreement(said, MEMBERS, &most, &refusal) && most == 9);
     counts[2][MEMBERS + 1] = 10; /* of which member 1 sends 7 */
     counts[1][2] = 6;
-    CHECK(!smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
+    CHECK(!smp_agreement(said, MEMBERS, &most, &refusal));
     CHECK_TEXT(text, "all-to-all 3 of complex64 with split sizes: rank 11 sends 3 "
                      "elements to rank 12, which expects 5");
     notice.operation = SMP_ALL_GATHER;
@@ -427,9 +434,9 @@ TEST(split_sizes_that_differ_are_named_with_both_members)
     for (int m = 0; m < MEMBERS; m++) {
         memcpy(counts[m], counts[0], sizeof(counts[0]));
     }
-    CHECK(smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
+    CHECK(smp_agreement(said, MEMBERS, &most, &refusal));
     counts[2][1] = 12;
-    CHECK(!smp_agreement(said, MEMBERS, &most, text, sizeof(text)));
+    CHECK(!smp_agreement(said, MEMBERS, &most, &refusal));
     CHECK_TEXT(text, "all-gather 3 of complex64 with split sizes: split size 1 is 2 on "
                      "rank 10 and 6 on rank 12");
 }

@@ -10,7 +10,7 @@
 #include "comm/collective/group.h"
 #include "comm/collective/intra_host/epoch_barrier.h"
 #include "comm/memory/control_block.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/deadline.h"
 #include "groups.h"
 
@@ -689,7 +689,7 @@ TEST_RANK(a_time_out_names_group_operation_and_the_missing_ranks, .processes = "
     if (w->rank != w->size - 1) {
         smp_status status;
 
-        call.timeout_ns = 20 * SMP_NS_PER_MS;
+        call.hints.timeout_ns = 20 * SMP_NS_PER_MS;
         status = smp_group_run(group, &call);
         CHECK_STATUS(status, SMP_ERR_TIMED_OUT);
         snprintf(missing, sizeof(missing), "rank %d", w->size - 1);
@@ -729,7 +729,7 @@ come_too_late(world *w, smp_operation operation, uint64_t id)
     call.in = smp_block_data(in);
     call.out = smp_block_data(out);
     if (!is_late) {
-        call.timeout_ns = SMP_NS_PER_MS;
+        call.hints.timeout_ns = SMP_NS_PER_MS;
         CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
         memset(smp_block_data(out), 7, bytes);
     }
@@ -781,7 +781,7 @@ TEST_RANK(a_block_is_not_used_again_while_a_member_may_write_into_it, .processes
     memset(smp_block_data(in), 0, bytes / 2);
     call.in = smp_block_data(in);
     call.out = smp_block_data(out);
-    call.timeout_ns = w->rank == 0 ? SMP_NS_PER_MS : 0;
+    call.hints.timeout_ns = w->rank == 0 ? SMP_NS_PER_MS : 0;
     CHECK_OK(smp_group_start(group, &call));
     w->barrier(w); /* both have begun it; rank 1 goes on only when rank 0 has ended */
     if (w->rank == 0) {
@@ -827,11 +827,11 @@ TEST_RANK(groups_entered_in_another_order_are_named_at_the_time_out, .processes 
         while (!world_sleeps(w, 1)) {
             sched_yield();
         }
-        call.timeout_ns = SMP_NS_PER_MS;
+        call.hints.timeout_ns = SMP_NS_PER_MS;
         CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
         CHECK(says(a, "group 'first': barrier 1: timed out"));
         CHECK(says(a, "without rank 1; rank 1 waits in group 'second' for barrier 1"));
-        call.timeout_ns = 0;
+        call.hints.timeout_ns = 0;
         CHECK_OK(smp_group_run(b, &call));
     } else {
         CHECK_OK(smp_group_run(b, &call));
@@ -850,10 +850,10 @@ TEST_RANK(a_member_that_gave_up_elsewhere_is_named_with_that, .processes = "2",
                                .id = 1,
                                .name = "a",
                                .timeout_ns = WORLD_DEADLINE_NS};
-    smp_call         call = {.operation = SMP_BARRIER, .timeout_ns = SMP_NS_PER_MS};
-    int              failed;
-    smp_group       *a;
-    smp_group       *b;
+    smp_call   call = {.operation = SMP_BARRIER, .hints.timeout_ns = SMP_NS_PER_MS};
+    int        failed;
+    smp_group *a;
+    smp_group *b;
 
     CHECK_OK(smp_group_create(w->comm, &config, &a, &failed));
     config.id = 2;
@@ -893,7 +893,7 @@ TEST_RANK(a_member_that_has_not_seen_the_end_of_the_last_call_waits_nowhere_else
         w->barrier(w);
     } else {
         CHECK_OK(smp_group_run(a, &call));
-        call.timeout_ns = SMP_NS_PER_MS;
+        call.hints.timeout_ns = SMP_NS_PER_MS;
         status = smp_group_run(a, &call);
         w->barrier(w);
         CHECK_STATUS(status, SMP_ERR_TIMED_OUT);

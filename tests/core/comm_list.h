@@ -1,6 +1,6 @@
 /* What every transport must do: one list of tests, run by comm_test.c over shared
  * memory and TCP, by mpi_comm.c over MPI and by ucx_comm.c over UCX.  Spec:
- * csrc/comm/comm.h. */
+ * csrc/comm/messaging/comm.h. */
 #ifndef SMP_TESTS_COMM_LIST_H
 #define SMP_TESTS_COMM_LIST_H
 

@@ -1,5 +1,5 @@
 /* Deaths and forks as every transport sees them that notices a death by itself: run by
- * shm_test.c, tcp_test.c, ucx_comm.c and mpi_comm.c.  Spec: csrc/comm/comm.h,
+ * shm_test.c, tcp_test.c, ucx_comm.c and mpi_comm.c.  Spec: csrc/comm/messaging/comm.h,
  * csrc/common/fork.h. */
 #ifndef SMP_TESTS_DEATHS_H
 #define SMP_TESTS_DEATHS_H
@@ -7,7 +7,7 @@
 #include <dirent.h>
 #include <sched.h>
 
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "traffic.h"
 
 /* Everybody talks to everybody, with blocks of all kinds; then rank 1 is gone. */

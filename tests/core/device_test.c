@@ -8,7 +8,7 @@
 
 #include "comm/device/pool.h"
 #include "comm/memory/device_card.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/log.h"
 #include "device_user.h"
 

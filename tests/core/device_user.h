@@ -8,7 +8,7 @@
 
 #include "comm/device/port.h"
 #include "comm/device/trial.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "stand_in_library.h"
 #include "traffic.h"
 

@@ -264,6 +264,7 @@ TEST_RANK(different_calls_are_an_error_on_all, .processes = "234", .threads = "2
     smp_call       call;
     char           odd_rank[32];
     smp_group     *group;
+    uint32_t       keys[2];
 
     if (w->size == 1) {
         return;
@@ -316,27 +317,34 @@ TEST_RANK(different_calls_are_an_error_on_all, .processes = "234", .threads = "2
     call.kind = 0;
     call.counts = odd ? NULL : splits;
     refuse(w, group, &call, "with split sizes", "of 8 float32");
-    call.assumed = odd ? 2 : 1; /* which counts before all that differs */
-    refuse(w, group, &call, SMP_SIZES_UNLIKE, SMP_SIZES_UNLIKE);
-    call.assumed = odd ? 0 : 1;
+    call.hints.assumed = odd ? 2 : 1; /* which counts before all that differs */
+    CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_SIZES);
+    CHECK(says(group, "assume other sizes"));
+    call.hints.assumed = odd ? 0 : 1;
     call.counts = odd ? splits : NULL; /* who knows the sizes calls something else */
     refuse(w, group, &call, "with assumed sizes", "with split sizes");
-    call.assumed = odd ? 2 : 1;
-    call.key = odd ? 0xabc : 0x12345678; /* what it is for before that */
+    call.hints.assumed = odd ? 2 : 1;
+    call.hints.key = odd ? 0xabc : 0x12345678; /* what it is for before that */
     refuse(w, group, &call, "assumed sizes with key 12345678",
            "assumed sizes with key 00000abc");
+    smp_group_keys(group, keys);
+    CHECK(keys[0] == 0x12345678 && keys[1] == 0xabc);
     call = usual;
-    call.key = odd ? 0 : 0xabc;
+    call.hints.key = odd ? 0 : 0xabc;
     refuse(w, group, &call, "rank 0 calls all-reduce", "with key 00000abc");
     CHECK(strstr(smp_group_error(group), "with key 00000000") == NULL);
-    call.key = 0xabc; /* the same says nothing */
+    smp_group_keys(group, keys);
+    CHECK(keys[0] == 0xabc && keys[1] == 0);
+    call.hints.key = 0xabc; /* the same says nothing */
     call.count = odd ? 7 : 8;
     refuse(w, group, &call, "of 8 float32", "of 7 float32");
     CHECK(strstr(smp_group_error(group), "key") == NULL);
+    smp_group_keys(group, keys);
+    CHECK(keys[0] == 0 && keys[1] == 0);
     call.count = 8;
     call.operation = SMP_BROADCAST; /* has a root in its place */
     call.root = 1;
-    call.key = odd ? 1 : 2;
+    call.hints.key = odd ? 1 : 2;
     CHECK_OK(smp_group_run(group, &call));
     memset(out, 0, sizeof(out));
     call = usual;

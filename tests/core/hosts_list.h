@@ -253,7 +253,7 @@ TEST_RANK(a_time_out_names_the_rank_that_is_missing_on_another_host, .threads = 
     group = world_group(w, 3, false);
     CHECK_OK(smp_group_run(group, &call));
     if (w->rank != last) {
-        call.timeout_ns = 1 * SMP_NS_PER_S;
+        call.hints.timeout_ns = 1 * SMP_NS_PER_S;
         CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
         error = smp_group_error(group);
         snprintf(missing, sizeof(missing), "s without rank %d", last);
@@ -280,7 +280,7 @@ TEST_RANK(who_waits_for_one_host_hears_that_another_gave_up, .threads = "234",
     smp_call   call = {.operation = SMP_BARRIER};
     smp_group *group = world_group(w, 3, false);
 
-    call.timeout_ns = w->rank == 2 ? 20 * SMP_NS_PER_MS : 0;
+    call.hints.timeout_ns = w->rank == 2 ? 20 * SMP_NS_PER_MS : 0;
     if (w->rank != 1) {
         CHECK_STATUS(smp_group_run(group, &call), SMP_ERR_TIMED_OUT);
         CHECK(says(group, w->rank == 0 ? "rank 2 gave up: barrier 1: timed out after "
@@ -392,14 +392,14 @@ TEST_RANK(groups_entered_in_another_order_are_named_across_hosts, .threads = "23
     if (w->rank == 0) { /* its call in b comes before this message */
         CHECK_OK(smp_comm_receive(w->comm, WORLD_DEADLINE_NS, &message));
         smp_message_free(message);
-        call.timeout_ns = SMP_NS_PER_MS;
+        call.hints.timeout_ns = SMP_NS_PER_MS;
         CHECK_STATUS(smp_group_run(a, &call), SMP_ERR_TIMED_OUT);
         snprintf(other, sizeof(other),
                  "without rank %d; rank %d waits in group 'b' for barrier 1",
                  w->size - 1, w->size - 1);
         CHECK(says(a, "group 'a': barrier 1: timed out"));
         CHECK(says(a, other));
-        call.timeout_ns = 0;
+        call.hints.timeout_ns = 0;
         CHECK_OK(smp_group_run(b, &call));
     } else {
         CHECK_OK(smp_group_start(b, &call));

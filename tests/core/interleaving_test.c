@@ -2,7 +2,7 @@
  * shared memory, doorbell, kicks of the progress thread; what a server runs next of
  * what has come; modules' collectives; members of a group in steps; work items;
  * posted receives.  Spec: csrc/comm/memory/ring.h, csrc/comm/memory/doorbell.h,
- * csrc/comm/comm.h, csrc/server/choice.h and lineup.h,
+ * csrc/comm/messaging/comm.h, csrc/server/choice.h and lineup.h,
  * csrc/comm/collective/intra_host/epoch_barrier.h, queue.h and mailbox.h.
  *
  * It is the core's own code that runs, with ranks that have memory and no sockets. Each
@@ -19,8 +19,8 @@
 
 /* There are no tensors in the pool here. */
 #define smp_arena_wants_pages(arena) ((void)(arena), false)
-#include "comm/comm.c"
-#include "comm/messages.c"
+#include "comm/messaging/comm.c"
+#include "comm/messaging/messages.c"
 #include "comm/transport/shm/shm.c"
 
 /* ------------------------------------------------------ ranks without their sockets */
@@ -719,6 +719,13 @@ smp_group_sequence(const smp_group *group)
 {
     (void)group;
     return (uint64_t)carried_out;
+}
+
+void
+smp_group_keys(const smp_group *group, uint32_t keys[2])
+{
+    (void)group;
+    keys[0] = keys[1] = 0;
 }
 
 const char *

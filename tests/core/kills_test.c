@@ -3,7 +3,8 @@
  *
  * Whoever survives is told which rank died, by the first call that cannot go on; it
  * leaves at once, and the others still name that rank and not the one that left.  No
- * process and no file stays.  Spec: csrc/comm/comm.h, csrc/comm/collective/group.h.
+ * process and no file stays.  Spec: csrc/comm/messaging/comm.h,
+ * csrc/comm/collective/group.h.
  *
  * SMP_TEST_KILLS: how many (50).  SMP_TEST_SEED: another sequence of them.
  * SMP_TEST_DEADLINE_MS: how soon one must be named, if all are connected, in the median

@@ -1,6 +1,6 @@
 /* Peers that are stopped, or leave while they are talked to, as every transport over a
  * network sees them: run by tcp_test.c, ucx_comm.c and mpi_comm.c.  Spec:
- * csrc/comm/comm.h. */
+ * csrc/comm/messaging/comm.h. */
 #ifndef SMP_TESTS_PARTINGS_H
 #define SMP_TESTS_PARTINGS_H
 

@@ -1,5 +1,6 @@
-/* Channels, and messages that come before theirs is open.  Spec: csrc/comm/post.h. */
-#include "comm/post.h"
+/* Channels, and messages that come before theirs is open.  Spec:
+ * csrc/comm/messaging/post.h. */
+#include "comm/messaging/post.h"
 
 #include <string.h>
 

@@ -7,7 +7,7 @@
 
 #include "comm/collective/mailbox.h"
 #include "comm/memory/control_block.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "world.h"
 
 /* ------------------------------------------------------------------------- queues */

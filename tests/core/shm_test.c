@@ -1,5 +1,6 @@
 /* What is particular to shared memory: deaths, strangers, forks, what is left behind.
- * Spec: csrc/comm/comm.h, csrc/comm/transport/shm/meet.h, csrc/common/fork.h. */
+ * Spec: csrc/comm/messaging/comm.h, csrc/comm/transport/shm/meet.h, csrc/common/fork.h.
+ */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

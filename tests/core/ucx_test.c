@@ -10,7 +10,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "comm/transport/ucx/devices.h"
 #include "comm/transport/ucx/introduction.h"
 #include "comm/transport/ucx/library.h"

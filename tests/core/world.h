@@ -23,10 +23,10 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "comm/comm.h"
 #include "comm/memory/control_block.h"
 #include "comm/memory/segment.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/comm.h"
+#include "comm/messaging/neighbour.h"
 #include "comm/transport/card.h"
 #include "common/clock.h"
 

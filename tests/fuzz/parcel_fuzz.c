@@ -14,7 +14,7 @@
 #include "comm/collective/mailbox.h"
 #include "comm/memory/block.h"
 #include "comm/memory/message.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/deadline.h"
 

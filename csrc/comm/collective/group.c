@@ -1,29 +1,30 @@
 /* A group: one operation at a time, in steps of all members. */
 #include "comm/collective/group.h"
 
-#include <assert.h>
 #include <stdatomic.h>
 #include <string.h>
 
 #include "comm/collective/group_state.h"
 #include "comm/collective/group_words.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
-/* On several hosts, who waits for a member of its own host waits so much longer than
- * the time-out: that one may itself wait for another host, and then knows whom to name.
+/* On several hosts, a wait for a member of the same host lasts so much longer than the
+ * time-out: that member may itself wait for another host, and then names the missing
+ * one.
  */
 #define GRACE_NS (1 * SMP_NS_PER_S)
 
-/* When other hosts are told who is missing here. */
+/* The time until other hosts hear of members missing here. */
 #define NOTE_NS (2 * SMP_NS_PER_MS)
 
-/* How long the operation may wait; < 0: for ever. */
+/* The most time of the operation's waits; < 0: no limit. */
 static int64_t
 time_limit(const smp_group *group)
 {
     const smp_call *call = group->is_hierarchical ? &group->hier.call : &group->op.call;
-    int64_t limit = call->timeout_ns != 0 ? call->timeout_ns : group->timeout_ns;
+    int64_t         limit =
+        call->hints.timeout_ns != 0 ? call->hints.timeout_ns : group->timeout_ns;
 
     return limit >= 0 && group->is_hierarchical && group->hier.waits_local
                ? limit + GRACE_NS
@@ -57,18 +58,26 @@ check_waiting(smp_group *group)
     return SMP_OK;
 }
 
-/* The others call something else: the operation is over, the group is not. */
+/* Keeps the refusal's text and keys, for members with different calls. */
 static smp_status
-disagree(smp_group *group, const char *how)
+refuse(smp_group *group, const smp_refusal *refusal)
 {
-    smp_group_set_error(group, how);
-    smp_collective_finish(&group->op);
-    smp_epoch_barrier_read(&group->barrier);
-    group->active = false;
-    return SMP_ERR_MISMATCH;
+    smp_group_set_error(group, refusal->text);
+    memcpy(group->keys, refusal->keys, sizeof(group->keys));
+    smp_group_enter(group, SMP_GROUP_IDLE, SMP_OK);
+    return refusal->status;
 }
 
-/* What can be done now, on several hosts; *waits: nothing. */
+/* The others call something else: the operation is over, the group is not. */
+static smp_status
+disagree(smp_group *group, const smp_refusal *refusal)
+{
+    smp_collective_finish(&group->op);
+    smp_epoch_barrier_read(&group->barrier);
+    return refuse(group, refusal);
+}
+
+/* Takes the next steps, on several hosts; *waits: none is possible now. */
 static smp_status
 take_wide_step(smp_group *group, bool *waits)
 {
@@ -79,15 +88,15 @@ take_wide_step(smp_group *group, bool *waits)
         return smp_group_give_up_hierarchical(group, status, member);
     }
     if (group->hier.phase == SMP_HIERARCHICAL_REFUSED) {
-        smp_group_set_error(group, group->hier.refusal);
-        group->active = false;
-        return SMP_ERR_MISMATCH;
+        return refuse(group, &group->hier.refusal);
     }
-    group->active = group->hier.phase != SMP_HIERARCHICAL_OVER;
+    if (group->hier.phase == SMP_HIERARCHICAL_OVER) {
+        smp_group_enter(group, SMP_GROUP_IDLE, SMP_OK);
+    }
     return SMP_OK;
 }
 
-/* Begins a step, of which the slot is filled. */
+/* Begins a step with its slot filled. */
 static smp_status
 post(smp_group *group)
 {
@@ -100,20 +109,20 @@ post(smp_group *group)
     return SMP_OK;
 }
 
-/* What can be done now that all have posted the step. */
+/* Takes a step posted by all. */
 static smp_status
 take_step(smp_group *group)
 {
-    char       how[320];
-    bool       whole;
-    int        member = 0;
-    smp_status status;
+    smp_refusal refusal;
+    bool        whole;
+    int         member = 0;
+    smp_status  status;
 
-    if (!group->agreed) {
-        if (!smp_collective_agreed(&group->op, how, sizeof(how))) {
-            return disagree(group, how);
+    if (group->phase == SMP_GROUP_SHOWS) {
+        if (!smp_collective_agreed(&group->op, &refusal)) {
+            return disagree(group, &refusal);
         }
-        group->agreed = true;
+        smp_group_enter(group, SMP_GROUP_AGREES, SMP_OK);
     }
     status = smp_collective_collect(&group->op, &whole, &member);
     if (status != SMP_OK) {
@@ -124,19 +133,19 @@ take_step(smp_group *group)
     }
     if (whole) {
         smp_epoch_barrier_read(&group->barrier);
-        group->active = false;
+        smp_group_enter(group, SMP_GROUP_IDLE, SMP_OK);
     }
     return SMP_OK;
 }
 
-/* Goes on until the operation is over or somebody is missing: *waits. */
+/* Goes on until the operation is over or a member is missing: *waits. */
 static smp_status
 take_steps(smp_group *group, bool *waits)
 {
     smp_status status = SMP_OK;
 
     *waits = false;
-    while (status == SMP_OK && group->active && !*waits) {
+    while (status == SMP_OK && smp_group_is_active(group) && !*waits) {
         if (group->is_hierarchical) {
             status = take_wide_step(group, waits);
         } else if (smp_epoch_barrier_arrived(&group->barrier)) {
@@ -156,7 +165,7 @@ add(_Atomic uint64_t *counter, uint64_t n)
     atomic_fetch_add_explicit(counter, n, memory_order_relaxed);
 }
 
-/* A meeting moves nothing, and nobody has called it. */
+/* A meeting moves nothing, and no caller has asked for it. */
 static void
 count_call(smp_group *group, const smp_call *call)
 {
@@ -182,10 +191,9 @@ smp_group_start(smp_group *group, const smp_call *call)
         smp_group_set_error(group, "a forked process is no member");
         return SMP_ERR_CLOSED;
     }
-    if (group->broken != SMP_OK) {
+    if (group->phase == SMP_GROUP_ENDED) {
         return smp_group_refuse(group, call);
     }
-    assert(!group->active);
     if (group->is_hierarchical && (call->gather != NULL || call->offer != NULL)) {
         smp_group_set_error(group, "tensors of devices are gathered inside one host");
         return SMP_ERR_INVALID;
@@ -204,8 +212,7 @@ smp_group_start(smp_group *group, const smp_call *call)
     }
     group->sequence++;
     count_call(group, call);
-    group->active = true;
-    group->agreed = false;
+    smp_group_enter(group, SMP_GROUP_SHOWS, SMP_OK);
     group->started_ns = 0;
     return group->is_hierarchical ? SMP_OK : post(group);
 }
@@ -246,11 +253,11 @@ smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
 {
     smp_status status = group->broken;
 
-    while (status == SMP_OK && group->active) {
+    while (status == SMP_OK && smp_group_is_active(group)) {
         bool waits;
 
         status = take_steps(group, &waits);
-        if (status != SMP_OK || !group->active ||
+        if (status != SMP_OK || !smp_group_is_active(group) ||
             (!group->is_hierarchical && smp_epoch_barrier_look(&group->barrier))) {
             continue;
         }
@@ -262,7 +269,7 @@ smp_group_wait(smp_group *group, int64_t until_ns, bool *over)
             break;
         }
     }
-    *over = !group->active;
+    *over = !smp_group_is_active(group);
     return status;
 }
 
@@ -278,8 +285,9 @@ smp_group_run(smp_group *group, const smp_call *call)
 int64_t
 smp_group_waited_ns(const smp_group *group)
 {
-    return group->active && group->started_ns != 0 ? smp_clock_ns() - group->started_ns
-                                                   : 0;
+    return smp_group_is_active(group) && group->started_ns != 0
+               ? smp_clock_ns() - group->started_ns
+               : 0;
 }
 
 void
@@ -293,6 +301,12 @@ const char *
 smp_group_error(const smp_group *group)
 {
     return group->error;
+}
+
+void
+smp_group_keys(const smp_group *group, uint32_t keys[2])
+{
+    memcpy(keys, group->keys, sizeof(group->keys));
 }
 
 void

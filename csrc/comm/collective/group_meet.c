@@ -1,4 +1,4 @@
-/* How the members of a group meet, and part. */
+/* The meeting of a group's members, and their parting. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -6,10 +6,10 @@
 #include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group.h"
 #include "comm/collective/group_state.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
-/* Bytes of tensors that are on the way between hosts at a time, if nobody says. */
+/* Bytes of tensors on the way between hosts at a time, by default. */
 #define ROUND_BYTES ((size_t)32 << 20)
 
 /* The members, and this one's number. */
@@ -90,7 +90,7 @@ leave_hosts(smp_group *group, smp_status status, const char *why)
     }
 }
 
-/* The members of other hosts that have not come. */
+/* The missing members of other hosts. */
 static void
 list_far(smp_group *group, smp_rank_list *absent)
 {
@@ -102,8 +102,8 @@ list_far(smp_group *group, smp_rank_list *absent)
     }
 }
 
-/* Meets all members: first says hello to other hosts, so that nobody there waits for a
- * member that does not come to terms with its own. */
+/* Meets all members: first says hello to other hosts, so that no member there waits for
+ * one refused on its own host. */
 static smp_status
 meet(smp_group *group, smp_comm *comm, const smp_group_config *config,
      const smp_deadline *deadline, int *failed, smp_rank_list *absent)
@@ -157,7 +157,7 @@ out:
     return status;
 }
 
-/* What an operation across hosts needs. */
+/* The state of operations across hosts. */
 static smp_status
 make_hierarchical(smp_group *group, const smp_group_config *config)
 {
@@ -176,7 +176,7 @@ make_hierarchical(smp_group *group, const smp_group_config *config)
     return status;
 }
 
-/* Why there is no group, for people. */
+/* The reason of a failed creation, for people. */
 static void
 explain(const smp_comm *comm, const smp_group_config *config, smp_status status,
         int failed, smp_rank_list *absent, int64_t waited_ns)
@@ -205,7 +205,8 @@ explain(const smp_comm *comm, const smp_group_config *config, smp_status status,
              config->name, why);
 }
 
-/* Who leaves because a rank is lost says so: the others may not have heard of it. */
+/* A member leaving because a rank is lost says so: the others may not have heard of the
+ * loss. */
 static void
 say_who_is_lost(smp_group *group)
 {
@@ -213,11 +214,11 @@ say_who_is_lost(smp_group *group)
     int             lost = smp_comm_lost(comm);
     char            text[32];
 
-    if (lost >= 0 && group->broken == SMP_OK && !smp_group_is_child(group)) {
+    if (lost >= 0 && group->phase != SMP_GROUP_ENDED && !smp_group_is_child(group)) {
         snprintf(text, sizeof(text), "rank %d is lost", smp_comm_name(comm, lost));
         smp_epoch_barrier_fail(&group->barrier, SMP_ERR_PEER_LOST, text);
-        if (group->is_hierarchical) { /* what is over it does not undo */
-            smp_wire_fail(&group->wire, group->sequence + !group->active,
+        if (group->is_hierarchical) { /* a finished operation is not undone */
+            smp_wire_fail(&group->wire, group->sequence + !smp_group_is_active(group),
                           SMP_ERR_PEER_LOST, text);
         }
     }
@@ -280,7 +281,7 @@ smp_group_destroy(smp_group *group)
     }
     say_who_is_lost(group);
     if (group->is_hierarchical &&
-        !smp_group_is_child(group)) { /* whose messages a child does not have */
+        !smp_group_is_child(group)) { /* a child does not have their messages */
         smp_wire_fini(&group->wire);  /* first: it rings the control block's doorbell */
         smp_hierarchical_fini(&group->hier);
     }

@@ -1,4 +1,4 @@
-/* What a group says, and how it ends. */
+/* A group's texts and ends. */
 #include "comm/collective/group_words.h"
 
 #include <sched.h>
@@ -8,11 +8,11 @@
 
 #include "comm/collective/checks/rank_list.h"
 #include "comm/collective/group_state.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
-/* A member that ends unmaps its tensors before it is gone: for so long an address that
- * cannot be read may be one of those. */
+/* A member at its end unmaps its tensors before its death is known: for so long an
+ * unreadable address may be one of those. */
 #define NEWS_NS (1 * SMP_NS_PER_S)
 
 /* The own call in words. */
@@ -28,14 +28,14 @@ describe_own(const smp_group *group, char *out, size_t bytes)
     smp_notice_describe(notice, out, bytes);
 }
 
-/* What errors call a member. */
+/* A member's name in errors. */
 static int
 name_of(const smp_group *group, int member)
 {
     return smp_comm_name(group->barrier.comm, group->ranks[member]);
 }
 
-/* Whether the operation waits for that member. */
+/* Whether the operation waits for this member. */
 static bool
 is_missing(const smp_group *group, int member)
 {
@@ -62,30 +62,31 @@ smp_group_set_error(smp_group *group, const char *what)
 }
 
 /* Others may be writing into this member's tensors, or reading them: waits until they
- * have seen that it gave up.  Who has not begun yet will see it before.  The block of
- * one into which somebody may write after that is not used again until nobody does. */
+ * have seen its giving up.  A member yet to begin sees it before.  A tensor's block
+ * open to later writes is not used again until they end. */
 static void
 take_back_tensors(smp_group *group)
 {
     smp_collective *op = &group->op;
     uint64_t        last;
-    char            how[320];
+    smp_refusal     refusal;
 
-    if (!group->agreed && !(smp_epoch_barrier_all_here(&group->barrier) &&
-                            smp_collective_agreed(op, how, sizeof(how)))) {
+    if (group->phase != SMP_GROUP_AGREES &&
+        !(smp_epoch_barrier_all_here(&group->barrier) &&
+          smp_collective_agreed(op, &refusal))) {
         return;
     }
     last = op->first + op->steps - 1;
     if (op->way == SMP_BY_MEMORY) {
         smp_epoch_barrier_retreat(&group->barrier, last);
     }
-    if (op->way == SMP_BY_MEMORY && op->writes) { /* what is read late harms nobody */
+    if (op->way == SMP_BY_MEMORY && op->writes) { /* a late read harms no member */
         smp_comm_keep(group->barrier.comm, op->call.out, smp_collective_written(op),
                       smp_epoch_barrier_users(&group->barrier), group->size, last);
     }
 }
 
-/* "barrier 3: timed out": words of so many bytes that do not fit end with "...". */
+/* "barrier 3: timed out": words beyond so many bytes end with "...". */
 static void
 join_words(char *out, size_t bytes, const char *what, const char *why)
 {
@@ -111,8 +112,7 @@ smp_group_give_up(smp_group *group, smp_status status, const char *why)
         take_back_tensors(group);
         smp_collective_finish(&group->op);
     }
-    group->active = false;
-    group->broken = status;
+    smp_group_enter(group, SMP_GROUP_ENDED, status);
     return status;
 }
 
@@ -130,7 +130,7 @@ smp_group_refuse(smp_group *group, const smp_call *next)
     return group->broken;
 }
 
-/* "ranks 2, 3": the members that are missing; "": none. */
+/* "ranks 2, 3": the missing members; "": none. */
 static void
 list_missing(const smp_group *group, char *out, size_t bytes)
 {
@@ -144,7 +144,7 @@ list_missing(const smp_group *group, char *out, size_t bytes)
     smp_rank_list_say(&missing, out, bytes);
 }
 
-/* What a control block's owner calls in its group.  False: nothing yet. */
+/* The call of a control block's owner in its group.  False: none yet. */
 static bool
 describe_control(const smp_control_block *control, char *name, size_t name_bytes,
                  char *call, size_t call_bytes)
@@ -161,7 +161,7 @@ describe_control(const smp_control_block *control, char *name, size_t name_bytes
     return true;
 }
 
-/* What a member of this host does in another group: "waits in group 'b' for barrier 3".
+/* A call in another group by a member of this host: "waits in group 'b' for barrier 3".
  */
 static bool
 is_beside(const smp_group *group, int member, char *out, size_t bytes)
@@ -198,8 +198,8 @@ is_far_beside(const smp_group *group, int member, char *out, size_t bytes)
     return true;
 }
 
-/* "; rank 1 waits in group 'b' for barrier 3": what a missing member does instead, if
- * it is seen to; groups entered in another order by others look like that. */
+/* "; rank 1 waits in group 'b' for barrier 3": a missing member's call instead, if
+ * visible; groups entered in another order look like this. */
 static void
 describe_elsewhere(const smp_group *group, char *out, size_t bytes)
 {
@@ -239,7 +239,7 @@ smp_group_give_up_without(smp_group *group, smp_status status, int member)
     int  source;
     bool has_said;
 
-    if (group->is_hierarchical) { /* what it has said may have come just now */
+    if (group->is_hierarchical) { /* its message may have come just now */
         (void)smp_wire_receive(&group->wire, &source);
     }
     has_said = group->is_hierarchical
@@ -331,7 +331,7 @@ smp_group_say_wait(const smp_group *group, const smp_call *next, uint64_t after,
         smp_notice_describe(&notice, call, sizeof(call));
         snprintf(queued, sizeof(queued), "%s stands behind ", call);
     }
-    if (!group->active) {
+    if (!smp_group_is_active(group)) {
         snprintf(out, bytes, "group '%s': %sothers", group->name, queued);
         return;
     }

@@ -1,4 +1,4 @@
-/* Posted receives, and unexpected messages, for which none is posted yet. */
+/* Posted receives, and unexpected messages: those without one. */
 #define _GNU_SOURCE
 #include "comm/collective/mailbox.h"
 
@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/lock.h"
@@ -18,7 +18,7 @@
 /* ... and this often when a rank is lost: the comm says so and waits no more. */
 #define LOST_LOOK_NS (1 * SMP_NS_PER_MS)
 
-/* A message that no posted receive wants yet. */
+/* A message without a posted receive. */
 typedef struct unexpected_message {
     smp_address                address;
     int                        source;
@@ -32,10 +32,10 @@ struct smp_mailbox {
     uint32_t  generation; /* smp_fork_generation() */
 
     smp_lock       lock;    /* guards all below, and the posted receives */
-    pthread_cond_t changed; /* a posted receive is over, or nobody sorts any more */
+    pthread_cond_t changed; /* a posted receive is over, or no thread sorts any more */
     bool           sorting; /* a thread is in smp_comm_receive() */
     bool           ended;   /* nothing comes any more but from this rank itself */
-    smp_posted_receive  *receives; /* in the order in which they were posted */
+    smp_posted_receive  *receives; /* in the order of their posts */
     smp_posted_receive **receives_last;
     unexpected_message  *unexpected; /* in the order of their arrival */
     unexpected_message **unexpected_last;
@@ -191,13 +191,13 @@ look_for_source(smp_mailbox *mailbox, smp_posted_receive *receive, bool gone,
     }
 }
 
-/* Sorts in what arrives until something has, or until_ns.  The lock is held, and nobody
+/* Sorts in arrivals until the first, or until_ns.  The lock is held, and no thread
  * sorts. */
 static void
 sort_in(smp_mailbox *mailbox, smp_posted_receive *receive, int64_t until_ns)
 {
     int64_t limit_ns = until_ns - smp_clock_ns();
-    /* Read before the messages: what it sent is among them by then. */
+    /* Read before the messages: all from the source are among them by then. */
     bool gone = receive->source != SMP_ANY_SOURCE &&
                 smp_comm_gone(mailbox->comm, receive->source);
     smp_message        *message;
@@ -221,7 +221,7 @@ sort_in(smp_mailbox *mailbox, smp_posted_receive *receive, int64_t until_ns)
     pthread_cond_broadcast(&mailbox->changed);
     if (status == SMP_OK) {
         deliver(mailbox, l);
-    } else if (sender != SMP_ANY_SOURCE) { /* nobody knows for whom it was */
+    } else if (sender != SMP_ANY_SOURCE) { /* its receiver is unknown */
         if (!receive->over) {
             finish(mailbox, receive, status, sender);
         }
@@ -291,7 +291,7 @@ keep(smp_mailbox *mailbox, const smp_address *address, const void *in)
     deliver(mailbox, l);
     sorting = mailbox->sorting;
     smp_lock_release(&mailbox->lock);
-    if (sorting) { /* it may be the one who waits for this, asleep in its comm */
+    if (sorting) { /* it may be waiting for this, asleep in its comm */
         smp_comm_wake(mailbox->comm);
     }
     return SMP_OK;

@@ -1,13 +1,13 @@
 /* Tensors sent from one rank to another, matched by group, source and tag.
  *
- * Sending never waits: the bytes are copied.  A receive is posted by its owner; what
- * arrives goes into the first posted receive that it fits, in the order in which they
- * were posted, and an unexpected message is kept.  Whoever waits for a posted receive
- * sorts in what arrives, for all of them.
+ * Sending never waits: the bytes are copied.  A receive is posted by its owner.  A
+ * message goes into the first fitting posted receive, in the order of their posts, and
+ * an unexpected message is kept.  A thread waiting for a posted receive sorts in
+ * arrivals, for all receives.
  *
  * Ownership  A posted receive and its tensor are the caller's memory, borrowed from its
- *            post until it is over or cancelled.  A mailbox borrows its comm, all of
- *            whose messages it takes: destroy it first.
+ *            post until it is over or cancelled.  A mailbox borrows its comm, and takes
+ *            all its messages: destroy the mailbox first.
  * Threads    any.
  */
 #ifndef SMP_COMM_COLLECTIVE_MAILBOX_H
@@ -19,14 +19,14 @@
 
 #include "comm/collective/kernels/dtype.h"
 #include "comm/collective/kernels/kind.h"
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "common/status.h"
 
 #define SMP_ANY_SOURCE (-1)
 
 typedef struct smp_mailbox smp_mailbox;
 
-/* What must be alike on both sides. */
+/* The address, alike on both sides. */
 typedef struct {
     uint64_t  group; /* its id */
     int64_t   tag;
@@ -42,7 +42,7 @@ typedef struct smp_posted_receive {
 
     smp_status  status; /* once it is over; SMP_ERR_MISMATCH: as `got` says */
     smp_address got;
-    int         from; /* the rank that sent it, or that is lost; or SMP_ANY_SOURCE */
+    int         from; /* the sender or the lost rank; or SMP_ANY_SOURCE */
 
     bool                       over; /* the mailbox's own, like next */
     struct smp_posted_receive *next;
@@ -66,8 +66,8 @@ void smp_receive_post(smp_mailbox *mailbox, smp_posted_receive *receive);
 bool smp_receive_wait(smp_mailbox *mailbox, smp_posted_receive *receive,
                       int64_t until_ns);
 
-/* Nothing more goes into it.  Whether it is over.  Also of one that is over, or was
- * cancelled. */
+/* Nothing more goes into the receive.  Returns whether it is over.  It may be over, or
+ * cancelled, before. */
 bool smp_receive_cancel(smp_mailbox *mailbox, smp_posted_receive *receive);
 
 #endif

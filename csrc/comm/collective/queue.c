@@ -1,4 +1,4 @@
-/* Queues, who carries them out, and who hears that a work item is over. */
+/* Queues, their drivers, and the news of a finished work item. */
 #define _GNU_SOURCE
 #include "comm/collective/queue.h"
 
@@ -13,23 +13,23 @@
 #include "common/lock.h"
 #include "common/thread.h"
 
-/* How long the carrier stays with one group whose members are missing: alone, and when
- * other groups have work items too. */
+/* The carrier's stay with one group with missing members: alone, and when other groups
+ * have work items too. */
 #define STAY_NS (1 * SMP_NS_PER_MS)
 #define SHARE_NS (100 * SMP_NS_PER_US)
 
-/* How often a waiter that drives a queue looks whether it closes. */
+/* The interval of a driving waiter's look for the queue's close. */
 #define LOOK_NS (20 * SMP_NS_PER_MS)
 
 /* When a wait is told to smp_carrier_describe(). */
 #define TELL_NS (200 * SMP_NS_PER_MS)
 
-/* How long a question waits for the driver of a queue. */
+/* The time of a question's wait for the driver of a queue. */
 #define ANSWER_NS (1 * SMP_NS_PER_S)
 
 struct smp_queue {
     smp_carrier *carrier; /* borrowed */
-    smp_group   *group;   /* borrowed; used by whoever drives the queue */
+    smp_group   *group;   /* borrowed; used by the queue's driver */
 
     /* Guarded by the carrier's lock. */
     bool driven; /* a thread carries out the head, and it alone takes it off */
@@ -39,13 +39,12 @@ struct smp_queue {
     smp_queue     *next;    /* of the carrier's queues */
     bool           carried; /* driven by the carrier */
     uint64_t       issued;  /* work items, so far */
-    char
-        *waits; /* owned: what the head has waited for, or NULL; the driver writes it */
+    char          *waits;   /* owned: the head's wait, or NULL; written by the driver */
 
-    int64_t report_ns; /* the driver's own: the wait after which it says so */
+    int64_t report_ns; /* the driver's own: the wait until its next report */
 };
 
-/* Somebody asks for what a work item waits. */
+/* A question for a work item's wait. */
 typedef struct question {
     const smp_work_item *item;
     char                *out;
@@ -70,7 +69,7 @@ struct smp_carrier {
     uint64_t       issued; /* work items, so far */
     question      *questions;
     smp_queue     *queues;
-    smp_work_item *finished;       /* announced work items that are over, */
+    smp_work_item *finished;       /* announced finished work items, */
     smp_work_item **finished_last; /* and where the next goes */
 };
 
@@ -82,7 +81,7 @@ is_child(const smp_carrier *carrier)
 
 /* ------------------------------------------------------- by the driver of a queue */
 
-/* Says on stderr for what the group waits, if it has for long. */
+/* Reports the group's wait on stderr, after a long one. */
 static void
 report(smp_queue *queue, int64_t waited_ns)
 {
@@ -98,11 +97,11 @@ report(smp_queue *queue, int64_t waited_ns)
     n = snprintf(line, sizeof(line), "smp: rank %d: %s; for %.1f s so far\n",
                  queue->carrier->name, what, (double)waited_ns / (double)SMP_NS_PER_S);
     if (n > 0 && write(STDERR_FILENO, line, (size_t)n) < 0) {
-        queue->report_ns = 0; /* nobody reads it */
+        queue->report_ns = 0; /* no reader */
     }
 }
 
-/* Has smp_carrier_describe() say for what the group waits, if it has for a while. */
+/* Gives the group's wait to smp_carrier_describe(), after a while. */
 static void
 tell(smp_queue *queue, int64_t waited_ns)
 {
@@ -117,7 +116,7 @@ tell(smp_queue *queue, int64_t waited_ns)
     smp_lock_release(&queue->carrier->lock);
 }
 
-/* That wait is over. */
+/* The wait is over. */
 static void
 forget_wait(smp_queue *queue)
 {
@@ -151,6 +150,9 @@ carry_out(smp_work_item *item, int64_t until_ns)
         }
         if (item->status != SMP_OK) {
             item->error = strdup(smp_group_error(group));
+            if (item->status == SMP_ERR_MISMATCH) {
+                smp_group_keys(group, item->keys);
+            }
             return true;
         }
         if (!over) {
@@ -167,7 +169,7 @@ carry_out(smp_work_item *item, int64_t until_ns)
     return true;
 }
 
-/* Hands a work item that is over to smp_carrier_finished(); the lock is held. */
+/* Hands a finished work item to smp_carrier_finished(); the lock is held. */
 static void
 announce(smp_carrier *carrier, smp_work_item *item)
 {
@@ -176,8 +178,8 @@ announce(smp_carrier *carrier, smp_work_item *item)
     pthread_cond_signal(&carrier->news);
 }
 
-/* What a work item waits for.  The carrier's lock is held, by the driver of its queue
- * or while there is none. */
+/* A work item's wait.  The carrier's lock is held, by the driver of its queue or while
+ * it has none. */
 static void
 describe(const smp_work_item *item, char *out, size_t bytes)
 {
@@ -194,8 +196,8 @@ describe(const smp_work_item *item, char *out, size_t bytes)
     }
 }
 
-/* Answers who asks about the queue's work items.  The carrier's lock is held, by the
- * driver.
+/* Answers the questions about the queue's work items.  The carrier's lock is held, by
+ * the driver.
  */
 static void
 answer(const smp_queue *queue)
@@ -203,7 +205,7 @@ answer(const smp_queue *queue)
     bool any = false;
 
     for (question *q = queue->carrier->questions; q != NULL; q = q->next) {
-        /* Of one that is over the queue may be gone. */
+        /* The queue of a finished one may be gone. */
         if (!q->answered && !smp_work_item_is_over(q->item) &&
             q->item->queue == queue) {
             describe(q->item, q->out, q->bytes);
@@ -215,8 +217,8 @@ answer(const smp_queue *queue)
     }
 }
 
-/* Takes the head, which is done, off its queue.  The carrier's lock is held; the work
- * item may be gone when it is released. */
+/* Takes the finished head off its queue.  The carrier's lock is held; the work item may
+ * be gone when the lock is released. */
 static void
 finish_head(smp_queue *queue)
 {
@@ -251,7 +253,7 @@ stop_driving(smp_queue *queue)
 }
 
 /* Drives the work item's queue until the work item is over, the queue closes, or
- * until_ns.  The lock is held, and nobody drives. */
+ * until_ns.  The lock is held, and the queue has no driver. */
 static void
 drive(smp_work_item *item, int64_t until_ns)
 {
@@ -278,8 +280,8 @@ drive(smp_work_item *item, int64_t until_ns)
 
 /* ------------------------------------------------------------- the carrier's thread */
 
-/* Takes the queues that nobody drives, gives back those that are done.  How many there
- * are; the lock is held. */
+/* Takes the queues without a driver, gives back the finished ones.  Returns the number
+ * of taken ones; the lock is held. */
 static int
 choose_queues(smp_carrier *carrier)
 {
@@ -313,7 +315,7 @@ carrier_main(void *arg)
             smp_cond_wait(&carrier->work, &carrier->lock, SMP_NEVER);
             continue;
         }
-        /* One that is carried stays in the list: destroy waits for its driver. */
+        /* A carried one stays in the list: destroy waits for its driver. */
         for (smp_queue *queue = carrier->queues; queue != NULL; queue = queue->next) {
             bool done;
 
@@ -410,7 +412,7 @@ smp_carrier_destroy(smp_carrier *carrier)
     carrier->ending = true;
     pthread_cond_signal(&carrier->work);
     smp_lock_release(&carrier->lock);
-    pthread_join(carrier->thread, NULL); /* 2. nobody else uses it now */
+    pthread_join(carrier->thread, NULL); /* 2. no other user now */
     pthread_cond_destroy(&carrier->work);
     pthread_cond_destroy(&carrier->changed);
     pthread_cond_destroy(&carrier->news);
@@ -539,7 +541,7 @@ smp_work_item_wait(smp_work_item *item, int64_t until_ns)
         return true;
     }
     smp_lock_acquire(&carrier->lock);
-    while (!smp_work_item_is_over(item)) { /* so that its queue is still there */
+    while (!smp_work_item_is_over(item)) { /* its queue still exists */
         if (!item->queue->driven && !item->queue->closing) {
             drive(item, until_ns);
         } else {

@@ -1,4 +1,4 @@
-/* Halves, streams, events; and exchanges that wait for their readers to close. */
+/* Halves, streams, events; and exchanges with readers yet to close. */
 #include "comm/device/exchange.h"
 
 #include <stdatomic.h>
@@ -14,10 +14,10 @@
 /* Halves begin, and are cut, at multiples of it. */
 #define UNIT ((size_t)64)
 
-/* How long close waits for copies. */
+/* The most time of close's wait for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
 
-/* What of a member is open here; of this one, what it has made itself. */
+/* A member's open objects; this member's own, made here. */
 typedef struct {
     uint64_t base; /* both halves; 0: not open */
     void    *filled[2];
@@ -51,7 +51,7 @@ struct smp_exchange {
 
     size_t           half;   /* bytes */
     uint64_t         round;  /* to be filled or drained next */
-    _Atomic bool     failed; /* nobody knows what the device does */
+    _Atomic bool     failed; /* the device's work is unknown */
     smp_device_mark *marks;  /* owned: all of them */
     smp_device_mark *spare;
 
@@ -109,7 +109,7 @@ destroy_events(const smp_driver *driver, const member *m)
     }
 }
 
-/* What fails here fails because the device does, and there is nobody to tell. */
+/* A failure here is the device's, with no caller to tell. */
 static void
 destroy(smp_exchange *x)
 {
@@ -392,7 +392,7 @@ copy(const smp_exchange *x, uint64_t to, uint64_t from, size_t bytes, void *stre
                          x->driver->copy(to, from, bytes, stream), why);
 }
 
-/* Where a member's half of the present round is. */
+/* The address of a member's half of the present round. */
 static uint64_t
 half_of(const smp_exchange *x, int m)
 {
@@ -442,8 +442,8 @@ drain(const smp_exchange *x, const smp_device_gather *gather, size_t skip,
     return record(x, x->members[x->self].read[h], x->drain, why);
 }
 
-/* Both streams have done what they were told: the last fill is filled[0] or [1], and
- * the drain's own stream is in order. */
+/* Both streams have done their work: the last fill is filled[0] or [1], and the drain's
+ * own stream is in order. */
 static bool
 finish(const smp_exchange *x, const smp_device_gather *gather,
        char why[SMP_DRIVER_TEXT])

@@ -1,5 +1,5 @@
-/* All-gathers between the devices of a host's ranks: by copies that the devices make,
- * through memory that the ranks export to each other.
+/* All-gathers between the devices of a host's ranks: by the devices' copies, through
+ * memory exported by the ranks to each other.
  *
  * Each member has two *halves* of device memory, and two streams.  One operation is a
  * number of rounds, each of at most smp_exchange_half() bytes of every member's tensor:
@@ -9,34 +9,35 @@
  *
  * Round k uses half k % 2, counted over all operations.  fill waits for all others'
  * read[half] of round k - 2, drain for their filled[half] of round k, both on the
- * device. The host only has to see to it that a call that waits for an event is made
- * after the call that records it, and before the one that records it again, since a
- * wait means the last record at the time of the call.  Steps that all members make
- * together do it: a member goes from fill() of round k to drain() of round k when all
- * have come back from fill() of round k (comm/collective/intra_host/epoch_barrier.h).
+ * device. The host only has to order the calls: a wait for an event comes after the
+ * call of its record, and before the next record's.  A wait means the last record at
+ * the time of its call.  Common steps of all members do it: a member goes from fill()
+ * of round k to drain() of round k when all have come back from fill() of round k
+ * (comm/collective/intra_host/epoch_barrier.h).
  *
  *   - drain(k) waits for filled[half] of round k: fill(k) of all has returned.  None
- *     has begun fill(k + 2), which comes after step k + 1, to which this member comes
- *     only after its drain(k).
+ *     has begun fill(k + 2), since it comes after step k + 1, and this member comes
+ *     there only after its drain(k).
  *   - fill(k) waits for read[half] of round k - 2: all have been through drain(k - 2),
- *     or would not have come to step k - 1, which lies behind this member.  None has
- *     begun drain(k), which comes after this member's fill(k).
+ *     before step k - 1, and this member has passed that step.  None has begun
+ *     drain(k), since it comes after this member's fill(k).
  *
- * So what a device waits for has always been told to the other device before, and host
- * threads wait for each other's calls alone: nothing can wait in a circle.  (The order
- * of the streams of one rank is that of its operations, which is the same on all.)
+ * So an awaited event has always been given to the other device before, and host
+ * threads wait for each other's calls alone: no wait is in a circle.  (The streams of
+ * one rank have the order of its operations, the same on all.)
  *
  * Before the first operation the members gather patterns, in SMP_TRIAL_ROUNDS rounds
- * like those above, and each looks at what has arrived.
+ * like those above, and each checks the arrived ones.
  *
- * Status     Run by ranks that share one H100, not yet between two GPUs; the tests have
+ * Status     Run by ranks on one shared H100, not yet between two GPUs; the tests have
  *            a stand-in for the driver (tests/core/stand_in.c).  Between hosts there is
- * no path of this kind: an all-gather of GPUs goes through NCCL there. Ownership
- * Tensors are borrowed until the end of the operation's mark. Threads    fill, drain,
- * finish, open, close: one at a time.  mark, begin, join, is_over, put_mark: one at a
- * time, beside those. Errors     False, with `why` in the driver's words.  After a
- * failure of fill, drain or finish nobody knows what the device still does: its marks
- * are never over.  In a forked child nothing is done.
+ *            no path of this kind: an all-gather of GPUs goes through NCCL there.
+ * Ownership  Tensors are borrowed until the end of the operation's mark.
+ * Threads    fill, drain, finish, open, close: one at a time.  mark, begin, join,
+ *            is_over, put_mark: one at a time, beside those.
+ * Errors     False, with `why` in the driver's words.  After a failure of fill, drain
+ *            or finish the device's further work is unknown: its marks are never over.
+ *            In a forked child nothing is done.
  */
 #ifndef SMP_COMM_DEVICE_EXCHANGE_H
 #define SMP_COMM_DEVICE_EXCHANGE_H
@@ -50,7 +51,7 @@
 
 typedef struct smp_exchange smp_exchange;
 
-/* What a member shows the others, opaque but for bytes. */
+/* A member's card for the others, opaque but for bytes. */
 typedef struct {
     uint64_t          bytes; /* of a half */
     uint64_t          seed;  /* of the member's pattern (common/pattern.h) */
@@ -59,11 +60,11 @@ typedef struct {
     smp_driver_handle read[2];
 } smp_exchange_card;
 
-/* Where an operation lies in the time of its caller's stream. */
+/* An operation's place in the time of its caller's stream. */
 typedef struct smp_device_mark {
     void                   *begin; /* owned: from here on its tensors may be used */
     void                   *end;   /* owned: from here on they are the caller's again */
-    struct smp_device_mark *next;  /* of those that are free */
+    struct smp_device_mark *next;  /* of the free ones */
     struct smp_device_mark *every; /* of all */
 } smp_device_mark;
 
@@ -74,7 +75,7 @@ typedef struct {
     const uint64_t        *outs; /* [size]: where each member's tensor goes */
 } smp_device_gather;
 
-/* What a member is asked to make of its device. */
+/* The offer of a member's device. */
 typedef struct {
     int    number; /* the device's */
     size_t bytes;  /* of memory, for two halves; 0: none */
@@ -85,7 +86,7 @@ typedef struct {
 smp_exchange *smp_exchange_create(int number, size_t bytes, int size, int self,
                                   smp_exchange_card *card, char why[SMP_DRIVER_TEXT]);
 
-/* Opens what the others have shown: cards[size].  Halves are as large as the smallest.
+/* Opens the others' memory: cards[size].  Halves are as large as the smallest.
  */
 bool smp_exchange_open(smp_exchange *exchange, const smp_exchange_card *cards,
                        char why[SMP_DRIVER_TEXT]);
@@ -93,27 +94,28 @@ bool smp_exchange_open(smp_exchange *exchange, const smp_exchange_card *cards,
 /* Rounds of the trial: each half is filled, and one of them again. */
 #define SMP_TRIAL_ROUNDS 3
 
-/* What open() is followed by on all members, for each round: as fill() and drain() are
- * of an operation's. */
+/* After open(), on all members, for each round of the trial: as fill() and drain() in
+ * an operation's. */
 bool smp_exchange_try_fill(smp_exchange *exchange, int round,
                            char why[SMP_DRIVER_TEXT]);
 bool smp_exchange_try_drain(smp_exchange *exchange, int round,
                             char why[SMP_DRIVER_TEXT]);
 
-/* Whether all patterns have arrived, after the last of the rounds; waits for that, 10 s
+/* Whether all patterns have arrived, after the last of the rounds; waits for them, 10 s
  * at most. */
 bool smp_exchange_tried(smp_exchange *exchange, char why[SMP_DRIVER_TEXT]);
 
 /* Waits (for a second at most) for the copies under way.  False: they do not end. */
 bool smp_exchange_rest(const smp_exchange *exchange);
 
-/* Closes what it has open, after such a wait.  False: it stays open. */
+/* Closes the others' memory, after such a wait.  False: it stays open. */
 bool smp_exchange_close(smp_exchange *exchange);
 
 /* Takes it, after close, and readers[0 .. n) with their references.  Its memory is
- * freed when none has it open any more: now, or when another of this process is retired
- * or made; the end of the process frees it in any case, and it alone where a reader has
- * died whose process could not be seen from here.  With `leave` it is left to that. */
+ * freed when no reader has it open any more: now, or when another of this process is
+ * retired or made; the end of the process frees it in any case.  It alone does so after
+ * the death of a reader with a process invisible from here.  With `leave` it is left to
+ * the process's end. */
 void smp_exchange_retire(smp_exchange *exchange, smp_user *readers, int n, bool leave);
 
 int    smp_exchange_device(const smp_exchange *exchange); /* its number */
@@ -124,30 +126,29 @@ size_t smp_exchange_half(const smp_exchange *exchange);   /* bytes */
 bool smp_exchange_fill(smp_exchange *exchange, const smp_device_gather *gather,
                        size_t skip, size_t bytes, char why[SMP_DRIVER_TEXT]);
 
-/* Copies what the others have filled, and the own part, to its places: bytes[m] of
+/* Copies the others' filled halves, and the own part, to their places: bytes[m] of
  * member m, to skip bytes behind the beginning of its output.  Ends the round. */
 bool smp_exchange_drain(smp_exchange *exchange, const smp_device_gather *gather,
                         size_t skip, const size_t *bytes, char why[SMP_DRIVER_TEXT]);
 
-/* No round of the operation follows: its mark ends behind what has been begun. */
+/* No round of the operation follows: its mark ends behind all begun work. */
 bool smp_exchange_finish(smp_exchange *exchange, const smp_device_gather *gather,
                          char why[SMP_DRIVER_TEXT]);
 
-/* A mark of the exchange's, which goes back by put_mark and ends with the exchange.
- * NULL: no. */
+/* A mark of the exchange's; it goes back by put_mark and ends with the exchange.  NULL:
+ * none. */
 smp_device_mark *smp_exchange_mark(smp_exchange *exchange, char why[SMP_DRIVER_TEXT]);
 void             smp_exchange_put_mark(smp_exchange *exchange, smp_device_mark *mark);
 
-/* The tensors are as they should be when what `stream` has been told so far is done. */
+/* The tensors are ready behind the work given to `stream` so far. */
 bool smp_exchange_begin(const smp_exchange *exchange, const smp_device_mark *mark,
                         void *stream, char why[SMP_DRIVER_TEXT]);
 
-/* What `stream` is told from now on comes after the operation, of which the host's part
- * is over. */
+/* Later work of `stream` comes after the operation.  The host's part of it is over. */
 bool smp_exchange_join(const smp_exchange *exchange, const smp_device_mark *mark,
                        void *stream, char why[SMP_DRIVER_TEXT]);
 
-/* Whether the device has done the operation, of which the host's part is over. */
+/* Whether the device has done the operation.  The host's part of it is over. */
 bool smp_exchange_is_over(const smp_exchange *exchange, const smp_device_mark *mark);
 
 #endif

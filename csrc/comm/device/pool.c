@@ -1,4 +1,4 @@
-/* The allocation, its events, and pools that are waiting for their readers to close. */
+/* The allocation, its events, and pools with readers yet to close. */
 #define _GNU_SOURCE
 #include "comm/device/pool.h"
 
@@ -13,7 +13,7 @@
 #include "common/clock.h"
 #include "common/lock.h"
 
-/* Of every offset and of the size. */
+/* The unit of every offset and of the size. */
 #define UNIT 64u
 
 struct smp_device_pool {
@@ -27,7 +27,7 @@ struct smp_device_pool {
     uint64_t           base;
     void              *tried;                    /* owned: the pattern's event */
     void              *events[SMP_DEVICE_SPANS]; /* owned; NULL: not made yet */
-    int                dests[SMP_DEVICE_SPANS];  /* who a taken slot was sent to */
+    int                dests[SMP_DEVICE_SPANS];  /* the receiver of a taken slot */
     bool               empty;                    /* it has no memory any more */
     smp_device_reader *readers;                  /* owned */
     int                nreaders;
@@ -69,7 +69,7 @@ give_memory_back(smp_device_pool *pool)
     const smp_driver *driver = pool->driver;
     char              why[SMP_DRIVER_TEXT];
 
-    /* What fails here fails because the device does, and there is nobody to tell. */
+    /* A failure here is the device's, with no caller to tell. */
     if (smp_driver_enter(driver, pool->context, why)) {
         for (uint32_t i = 0; i < SMP_DEVICE_SPANS; i++) {
             if (pool->events[i] != NULL) {
@@ -112,7 +112,7 @@ static smp_retired_list retired_pools = {
 
 /* -------------------------------------------------------------------- in use */
 
-/* What a reader tries it with; the context is current. */
+/* Writes the pattern for a reader's trial; the context is current. */
 static bool
 write_pattern(const smp_device_pool *pool, void *stream, size_t at,
               char why[SMP_DRIVER_TEXT])
@@ -235,7 +235,7 @@ smp_device_pool_reclaim(smp_device_pool *pool, int dest)
     for (uint32_t slot = 0; slot < SMP_DEVICE_SPANS; slot++) {
         uint32_t sent = SMP_SLOT_SENT;
 
-        /* What was packed and not sent is still its packer's, who gives it back. */
+        /* A packed and unsent span is still its packer's to give back. */
         if (pool->dests[slot] == dest) {
             atomic_compare_exchange_strong(&pool->own->device->states[slot], &sent,
                                            SMP_SLOT_FREE);

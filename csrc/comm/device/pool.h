@@ -1,13 +1,13 @@
-/* A rank's device pool: memory on its device that the other ranks of the host can read.
+/* A rank's device pool: memory on its device, readable by the other ranks of the host.
  *
- * One allocation, made when the first tensor is to travel in it, exported once, shown
- * on the segment's card.  It never is memory of PyTorch's allocator, whose expandable
- * segments cannot be exported.  A pattern lies behind its end, for whoever opens it.
+ * One allocation, made for the first tensor, exported once, shown on the segment's
+ * card.  It is not memory of PyTorch's allocator, because expandable segments cannot be
+ * exported.  A pattern lies behind its end, for its readers.
  *
- * Status     Run by ranks that share one H100, not yet between two GPUs; the tests have
+ * Status     Run by ranks on one shared H100, not yet between two GPUs; the tests have
  *            a stand-in for the driver (tests/core/stand_in.c).
- * Ownership  A span that was taken is the caller's until it is sent, then the
- *            receiver's, who gives it back by one store (a block's release).
+ * Ownership  A taken span is the caller's until it is sent, then the receiver's: one
+ *            store gives it back (a block's release).
  * Threads    create, take, give_back, withdraw, retire: one at a time.
  *            measure: any.
  * Errors     `why` in the driver's words.
@@ -33,9 +33,9 @@ typedef struct {
     void    *event; /* borrowed: to be recorded when the bytes are there */
 } smp_device_span;
 
-/* Somebody who may have the pool open. */
+/* A rank that may have the pool open. */
 typedef struct {
-    smp_segment *segment; /* owned: one reference; NULL: nobody */
+    smp_segment *segment; /* owned: one reference; NULL: none */
     pid_t        pid;
 } smp_device_reader;
 
@@ -46,27 +46,27 @@ smp_device_pool *smp_device_pool_create(const smp_driver *driver, int device,
                                         void *stream, size_t bytes, int rank,
                                         smp_segment *own, char why[SMP_DRIVER_TEXT]);
 
-/* Room for `bytes` that go to `dest`.  False: full, or (*fault) its event cannot be
- * made.  The context is current. */
+/* Room for `bytes` to `dest`.  False: full, or (*fault) its event cannot be made.  The
+ * context is current. */
 bool smp_device_pool_take(smp_device_pool *pool, size_t bytes, int dest,
                           smp_device_span *out, bool *fault, char why[SMP_DRIVER_TEXT]);
 
-/* A span that was not sent. */
+/* Gives back an unsent span. */
 void smp_device_pool_give_back(smp_device_pool *pool, uint32_t slot);
 
-/* `dest` is dead: what it was sent comes back. */
+/* `dest` is dead: its spans come back. */
 void smp_device_pool_reclaim(smp_device_pool *pool, int dest);
 
-/* Nobody can read it: gives its memory back.  Nothing was sent, and nothing is from now
- * on. */
+/* No rank can read it: gives its memory back.  Nothing was sent, and nothing is from
+ * now on. */
 void smp_device_pool_withdraw(smp_device_pool *pool);
 
 void smp_device_pool_measure(smp_device_pool *pool, smp_arena_use *use);
 
 /* Takes the pool, and readers[0 .. n) with their references.  Its memory is freed when
  * no reader has it open any more: now, or when the next pool of this process is made or
- * retired; the end of the process frees it in any case.  With `leave` it is left to
- * that: the device may still be working on it. */
+ * retired; the end of the process frees it in any case.  With `leave` it is left to the
+ * process's end: the device may still be working on it. */
 void smp_device_pool_retire(smp_device_pool *pool, smp_device_reader *readers, int n,
                             bool leave);
 

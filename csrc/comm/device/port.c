@@ -1,4 +1,4 @@
-/* Streams, events and the two copies; what is open of the other ranks' pools. */
+/* Streams, events and the two copies; the open pools of other ranks. */
 #include "comm/device/port.h"
 
 #include <stdatomic.h>
@@ -14,7 +14,7 @@
 #include "common/fork.h"
 #include "common/log.h"
 
-/* How long destroy waits for copies. */
+/* The most time of destroy's wait for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
 
 /* IDLE -> OPEN -> SHUT, or IDLE -> SHUT. */
@@ -28,7 +28,7 @@ typedef struct {
     void        *events[SMP_DEVICE_SPANS]; /* owned; its spans'; NULL: not opened yet */
 } reader_of;
 
-/* A copy out of another's pool that is under way. */
+/* A copy under way out of another's pool. */
 typedef struct reading {
     struct reading *next;  /* owned; in the order of the copies */
     void           *event; /* owned */
@@ -41,18 +41,18 @@ struct smp_device_port {
     int              rank;
     int              size;
     size_t           bytes;
-    uint32_t         generation; /* smp_fork_generation() of the process that made it */
+    uint32_t         generation; /* smp_fork_generation() of its own process */
     reader_of      **peers;      /* owned: [size]; NULL: not on this host, or not met */
 
     const smp_driver *driver; /* set when the port opens, like all up to fence */
     int               number; /* of the device */
     int               device; /* as the driver calls it */
     void             *context;
-    void             *stream; /* owned */
-    void             *fence;  /* owned: an event, for what the user's stream was told */
+    void             *stream;  /* owned */
+    void             *fence;   /* owned: an event, for the work of the user's stream */
     uint64_t          arrived; /* owned: where a pattern arrives */
-    void             *trial;   /* owned: the stream of a trial that failed, on which the
-                                  device may be working still, and its event */
+    void *trial; /* owned: the stream of a failed trial, perhaps still with the device's
+                    work, and its event */
     void *written;
 
     reading *first; /* owned */
@@ -63,10 +63,10 @@ struct smp_device_port {
     _Atomic int                state; /* port_state; `why` is written before SHUT */
     char                       why[SMP_DRIVER_TEXT];
     _Atomic bool               distrusted; /* by groups */
-    _Atomic bool               useless; /* nobody can open the pool: it has no memory */
-    _Atomic uint64_t           tensors;
-    _Atomic uint64_t           sent;
-    _Atomic uint64_t           fallbacks;
+    _Atomic bool     useless; /* no rank can open the pool: it has no memory */
+    _Atomic uint64_t tensors;
+    _Atomic uint64_t sent;
+    _Atomic uint64_t fallbacks;
 };
 
 static port_state
@@ -75,7 +75,7 @@ state_of(const smp_device_port *port)
     return (port_state)atomic_load(&port->state);
 }
 
-/* Nothing is sent by it any more, and nobody sends to it; `why` is written. */
+/* Nothing is sent by it any more, and no rank sends to it; `why` is written. */
 static void
 shut(smp_device_port *port)
 {
@@ -88,7 +88,7 @@ shut(smp_device_port *port)
     atomic_store(&port->state, PORT_SHUT);
 }
 
-/* The same after a trial that failed, here or on another rank; others follow. */
+/* The same after a failed trial, here or on another rank; others follow. */
 static void
 give_up(smp_device_port *port)
 {
@@ -193,7 +193,7 @@ peer_of(smp_device_port *port, int rank)
     return port->peers[rank];
 }
 
-/* The event of the slot of a pool that is open. */
+/* The event of the slot of an open pool. */
 static bool
 span_event(const smp_device_port *port, reader_of *peer, uint32_t slot,
            char why[SMP_DRIVER_TEXT])
@@ -259,7 +259,7 @@ distrust(smp_device_port *port, int rank, const char why[SMP_DRIVER_TEXT])
              its, port->ask.name(port->ask.comm, port->rank), why);
 }
 
-/* Opens the pool of `rank` and tries it: what the own card says of it then. */
+/* Opens the pool of `rank` and tries it.  Returns its state for the own card. */
 static uint32_t
 open_and_try(smp_device_port *port, int rank, reader_of *peer)
 {
@@ -354,10 +354,10 @@ smp_device_number(const smp_device_port *port)
 
 /* -------------------------------------------------------------------- copying */
 
-/* A copy between the device's memory and a pool, on the own stream: after what `user`
- * was told so far and after `before` (NULL: nothing else), and before what `user` is
- * told next.  Records `after` behind it.  False with `why`: *begun says whether the
- * copy may be running all the same.  The context is current. */
+/* A copy between the device's memory and a pool, on the own stream: after the work
+ * given to `user` so far and after `before` (NULL: nothing else), and before its next
+ * work.  Records `after` behind it.  False with `why`; *begun: the copy may be running
+ * all the same.  The context is current. */
 static bool
 copy_between(const smp_device_port *port, uint64_t to, uint64_t from, size_t bytes,
              void *user, void *before, void *after, bool *begun,
@@ -384,7 +384,7 @@ copy_between(const smp_device_port *port, uint64_t to, uint64_t from, size_t byt
                          driver->stream_wait(user, after, 0), why);
 }
 
-/* Waits until a stream has nothing to do; false: it does not come to that. */
+/* Waits until a stream has nothing to do; false: it has still. */
 static bool
 comes_to_rest(const smp_device_port *port, void *stream)
 {
@@ -699,8 +699,8 @@ free_readings(smp_device_port *port, reading *r, bool destroy)
     }
 }
 
-/* The own pool, with those who may have it open.  `leave`: nobody knows what the device
- * is still doing. */
+/* The own pool, with its possible readers.  `leave`: the device's further work is
+ * unknown. */
 static void
 retire_pool(smp_device_port *port, bool leave)
 {

@@ -1,4 +1,4 @@
-/* A list under a lock; what leaves it is destroyed without the lock. */
+/* A list under a lock; its objects are taken off and destroyed without the lock. */
 #include "comm/device/retired.h"
 
 #include <stddef.h>

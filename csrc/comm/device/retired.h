@@ -1,7 +1,7 @@
-/* Memory of a device that this process has given up while others may still read it: it
- * is destroyed when none does any more.
+/* Memory of a device given up by this process and perhaps still read by others: it is
+ * destroyed after the last reader.
  *
- * Ownership  A list owns what is on it.
+ * Ownership  A list owns its objects.
  * Threads    any.
  */
 #ifndef SMP_COMM_DEVICE_RETIRED_H
@@ -11,7 +11,7 @@
 
 #include "common/lock.h"
 
-/* The first member of what is retired. */
+/* The first member of a retired object. */
 typedef struct smp_retired {
     struct smp_retired *next;
 } smp_retired;
@@ -26,7 +26,7 @@ typedef struct {
 /* Puts one on the list. */
 void smp_retired_add(smp_retired_list *list, smp_retired *one);
 
-/* Destroys those that nobody reads. */
+/* Destroys those without a reader. */
 void smp_retired_sweep(smp_retired_list *list);
 
 #endif

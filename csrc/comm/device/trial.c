@@ -7,7 +7,7 @@
 #include "common/clock.h"
 #include "common/pattern.h"
 
-/* How long a device may take: what else it has to do comes first, perhaps. */
+/* The most time of a device: its other work comes first, perhaps. */
 #define PATIENCE_NS (10 * SMP_NS_PER_S)
 
 bool

@@ -1,5 +1,5 @@
 /* A path between devices is tried before tensors take it: a pattern goes through it, on
- * the streams, by the copies and behind the events that tensors will have.
+ * the streams, by the copies and behind the events of tensors.
  *
  * Status   The path has met only a stand-in for the driver (tests/core/stand_in.c), no
  *          GPU.
@@ -14,14 +14,14 @@
 
 #include "device/driver.h"
 
-/* Of the pattern, where there is room for so much. */
+/* The pattern's bytes, with room for so many. */
 #define SMP_TRIAL_BYTES ((size_t)65536)
 
 typedef enum {
     SMP_TRIAL_RIGHT,
     SMP_TRIAL_WRONG, /* other bytes have arrived */
     SMP_TRIAL_FAILED /* an error, or no end within 10 s: the stream may still be
-                        working, so nothing that it uses may be given back */
+                        working, so nothing of its use may be given back */
 } smp_trial_result;
 
 /* Has `stream` write the pattern of `seed` to the device's memory at `to`.  False with
@@ -29,8 +29,8 @@ typedef enum {
 bool smp_trial_write(const smp_driver *driver, uint64_t to, size_t bytes, uint64_t seed,
                      void *stream, char why[SMP_DRIVER_TEXT]);
 
-/* Whether the pattern lies at `at` once `stream` has done what it was told, for which
- * this waits.  `why` says what else it is. */
+/* Waits for the work of `stream`; then whether the pattern lies at `at`.  `why`: the
+ * failure. */
 smp_trial_result smp_trial_read(const smp_driver *driver, uint64_t at, size_t bytes,
                                 uint64_t seed, void *stream, char why[SMP_DRIVER_TEXT]);
 

@@ -1,9 +1,9 @@
 /* The arena's books.
  *
- * A slot describes a run of bytes, free or taken, and is linked to its neighbours in
+ * A slot describes a run of bytes, free or taken.  It is linked to its neighbours in
  * address order, so a freed run finds the free runs beside it.  Free runs of about one
- * size are in one bin; taken ones are in a ring list, in the order of their taking,
- * around which a hand moves and finds those that were given back.
+ * size are in one bin.  Taken ones are in a ring list, in the order of their taking; a
+ * hand moves around this list and finds the returned ones.
  */
 #define _GNU_SOURCE
 #include "comm/memory/arena.h"
@@ -27,11 +27,11 @@
 #define STEPS (1u << STEP_BITS)
 #define POWERS 48u
 
-/* How many taken blocks the hand looks at in each call of take: more than one, so
- * that it gains on what is taken. */
+/* The hand's looks at taken blocks in each call of take: more than one, so that the
+ * hand gains on the takes. */
 #define LOOKS 4
 
-/* How many runs of the bin below are tried before giving up. */
+/* The number of tried runs of the bin below before giving up. */
 #define TRIES 32
 
 /* Pages are made in steps, one ahead of the highest use. */
@@ -49,13 +49,13 @@ typedef struct {
     run_state state;
 } run;
 
-/* A range that somebody else may still write into. */
+/* A range perhaps still open to another process's writes. */
 typedef struct keep {
     uint64_t     offset;
     uint64_t     bytes;
     smp_user    *users; /* owned, with nusers */
     int          nusers;
-    uint64_t     last; /* the step with which they are over */
+    uint64_t     last; /* their last step */
     struct keep *next;
 } keep;
 
@@ -67,7 +67,7 @@ struct smp_arena {
     _Atomic uint64_t made;     /* pages below exist */
     smp_lock         lock;     /* guards all below */
     run             *runs;     /* owned: one per slot */
-    uint32_t         unused;   /* list of slots that describe nothing any more */
+    uint32_t         unused;   /* list of slots without a run */
     uint32_t         fresh;    /* this slot and those above never described anything */
     uint32_t         hand;     /* the taken slot to look at next */
     uint32_t         ntaken;
@@ -180,7 +180,7 @@ slot_drop(smp_arena *arena, uint32_t slot)
     arena->unused = slot;
 }
 
-/* Adds the run above `slot` to it, if that is free. */
+/* Adds the run above `slot` to it, if free. */
 static void
 join_above(smp_arena *arena, uint32_t slot)
 {
@@ -223,7 +223,7 @@ drop_keep(keep *k)
     free(k);
 }
 
-/* Drops the ranges that nobody writes into any more. */
+/* Drops the ranges without a writer. */
 static void
 drop_keeps(smp_arena *arena)
 {
@@ -258,7 +258,7 @@ is_kept(const smp_arena *arena, uint32_t slot)
     return false;
 }
 
-/* Moves the hand over up to `looks` blocks, taking back those that are free. */
+/* Moves the hand over up to `looks` blocks, taking back the free ones. */
 static void
 collect(smp_arena *arena, uint32_t looks)
 {
@@ -286,7 +286,7 @@ find(const smp_arena *arena, uint64_t bytes)
     uint64_t up;
     uint32_t slot;
 
-    /* Every run of the next bin up fits; the smallest such bin that has one. */
+    /* Every run of the next bin up fits; the smallest such bin with a run. */
     up = bytes + ((uint64_t)1 << (log2_floor(bytes) - STEP_BITS)) - 1;
     bin_of(up, &p, &s);
     bits = (unsigned)arena->steps[p] & ~((1u << s) - 1);
@@ -301,7 +301,7 @@ find(const smp_arena *arena, uint64_t bytes)
     if (bits != 0) {
         return arena->bins[p][__builtin_ctz(bits)];
     }
-    /* The bin that `bytes` itself falls in may hold one that is large enough. */
+    /* The bin of `bytes` itself may hold a large enough one. */
     bin_of(bytes, &p, &s);
     slot = arena->bins[p][s];
     for (int i = 0; i < TRIES && slot != NONE; i++) {
@@ -313,7 +313,7 @@ find(const smp_arena *arena, uint64_t bytes)
     return NONE;
 }
 
-/* Cuts what is over `bytes` off the run `slot`, which is in no list. */
+/* Cuts the excess over `bytes` off the run `slot`.  The run is in no list. */
 static void
 cut(smp_arena *arena, uint32_t slot, uint64_t bytes)
 {

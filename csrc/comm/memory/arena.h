@@ -1,14 +1,14 @@
-/* Which bytes of the own segment's arena are handed out; or of a device's memory, whose
- * states lie in the own segment.
+/* The bytes handed out from the own segment's arena; or from a device's memory, with
+ * the states in the own segment.
  *
  * A good-fit allocator in the manner of two-level segregated fit: constant time, free
  * neighbours are joined, small holes are used first, so the pages in use stay few and
- * warm.  Its books are private to the owner: nobody else's death or mistake can
+ * warm.  Its books are private to the owner: another process's death or mistake cannot
  * damage them.
  *
  * A block is given back by storing SMP_SLOT_FREE into its state in shared memory, from
- * any process; the owner notices at later calls of take, and for as long as somebody
- * may write into the block all the same (smp_arena_keep) lets it be.
+ * any process.  The owner notices at later calls of take, and leaves the block as long
+ * as another process may write into it (smp_arena_keep).
  *
  * Threads  any.
  */
@@ -27,12 +27,12 @@ typedef struct smp_arena smp_arena;
 
 typedef struct {
     uint64_t in_use; /* bytes handed out and not given back */
-    uint64_t high;   /* the most that in_use has been */
-    uint64_t made;   /* bytes that have pages: what the arena takes of the machine */
+    uint64_t high;   /* the most of in_use */
+    uint64_t made;   /* bytes with pages: the arena's use of the machine's memory */
     uint64_t size;
 } smp_arena_use;
 
-/* What an arena hands out, and where it is said who has it. */
+/* An arena's memory, and the states of its blocks. */
 typedef struct {
     _Atomic uint32_t *states; /* in the segment */
     uint32_t          nslots;
@@ -47,19 +47,19 @@ smp_status smp_arena_create(smp_segment *segment, smp_arena **out);
 smp_status smp_arena_create_over(smp_segment *segment, const smp_arena_ground *ground,
                                  smp_arena **out);
 
-/* Blocks that are handed out stay valid.  Takes NULL. */
+/* Taken blocks stay valid.  Takes NULL. */
 void smp_arena_destroy(smp_arena *arena);
 
 /* `bytes` at *offset of the memory, aligned to 64; false: no room. */
 bool smp_arena_take(smp_arena *arena, size_t bytes, uint32_t *slot, uint64_t *offset);
 
-/* Blocks in [offset, offset + bytes) that are given back stay taken while one of
- * users[0 .. n) operates on them (smp_user_operates(last)).  Takes the users.
- * Without memory for that nothing is kept. */
+/* Blocks in [offset, offset + bytes), once given back, stay taken while one of users[0
+ * .. n) operates on them (smp_user_operates(last)).  Takes the users.  Without memory
+ * for the range nothing is kept. */
 void smp_arena_keep(smp_arena *arena, uint64_t offset, uint64_t bytes, smp_user *users,
                     int n, uint64_t last);
 
-/* Looks at all blocks first, so that in_use is exact. */
+/* Looks at all blocks first: in_use is exact. */
 void smp_arena_measure(smp_arena *arena, smp_arena_use *use);
 
 /* So many bytes will be in use: their pages are wanted. */

@@ -1,4 +1,4 @@
-/* Handles on blocks and the one store that gives a block back. */
+/* Handles on blocks, and the one store for a block's return. */
 #include "comm/memory/block.h"
 
 #include <stdatomic.h>

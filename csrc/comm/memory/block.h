@@ -1,7 +1,7 @@
 /* Memory for one tensor: in a segment, in this process's own memory, or in the device
  * pool of a segment's owner.
  *
- * What a block is made of, and all functions from smp_block_private() on, are for the
+ * The struct's members, and all functions from smp_block_private() on, are for the
  * files of csrc/comm alone.
  */
 #ifndef SMP_COMM_MEMORY_BLOCK_H
@@ -35,7 +35,7 @@ struct smp_block {
     uint64_t     offset;     /* in the device pool; 0 for others */
     uint32_t     generation; /* smp_fork_generation() when made */
     uint32_t     epoch;      /* smp_fork_epoch() when made */
-    smp_block   *next;       /* in the list that owns it, else NULL */
+    smp_block   *next;       /* in its owning list, else NULL */
 };
 
 /* First in, first out; all zero is empty. */
@@ -52,7 +52,7 @@ smp_status smp_block_private(size_t bytes, smp_block **out);
 smp_status smp_block_shared(smp_segment *segment, uint32_t slot, uint64_t offset,
                             size_t bytes, smp_block **out);
 
-/* The same for a span of the device pool that the segment's device card shows. */
+/* The same for a span of the device pool on the segment's device card. */
 smp_status smp_block_on_device(smp_segment *segment, uint32_t slot, uint64_t offset,
                                size_t bytes, smp_block **out);
 
@@ -62,12 +62,12 @@ smp_block *smp_block_list_get(smp_block_list *list); /* NULL: empty */
 /* Releases all of them. */
 void smp_block_list_clear(smp_block_list *list);
 
-/* Frees the handle of a shared block and leaves its slot taken: someone else in the
- * job holds it now. */
+/* Frees the handle of a shared block and leaves its slot taken: another rank in the job
+ * holds it now. */
 void smp_block_forget(smp_block *block);
 
 /* The same for one on a device, before the receiver can see it: from now on it comes
- * back from there, or when that is dead (comm/device/pool.h). */
+ * back from the receiver, or after the receiver's death (comm/device/pool.h). */
 void smp_block_hand_over(smp_block *block);
 
 #endif

@@ -5,8 +5,8 @@
 
 #include "common/clock.h"
 
-/* One that nobody has, else the one that was forgotten first: who still looks at it has
- * had the most time to do so.  NULL: all are taken. */
+/* A free one, else the one forgotten first: its last readers have had the most time.
+ * NULL: all are taken. */
 static smp_control_block *
 find_free(smp_control_block *controls, uint32_t *was)
 {

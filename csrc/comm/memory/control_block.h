@@ -1,4 +1,4 @@
-/* Where the members of a group show each other what they do: one control block each.
+/* The members' shared state of their group's work: one control block each.
  *
  * A control block lies in its member's segment; only the member writes it (but for the
  * doorbell), and all other members read it.  Members go in steps
@@ -15,20 +15,21 @@
 
 #include "comm/memory/doorbell.h"
 
-/* How many groups a rank can be in at once. */
+/* The most groups of a rank at once. */
 #define SMP_CONTROL_BLOCKS 256
 
-/* How many members a group can have. */
+/* The most members of a group. */
 #define SMP_GROUP_MEMBERS 1024
 
-/* Of what a member says when it gives up, and of the longest that a group says of it.
+/* Bytes of a member's text at its giving up, and of the longest text of its group about
+ * it.
  */
 #define SMP_WHY_BYTES 704
 #define SMP_GROUP_TEXT 1024
 
 #define SMP_SLOT_BYTES ((size_t)64 << 10)
 
-/* What a member says about one step: first what it calls (the same for all steps of an
+/* A member's notice of one step: first its call (the same for all steps of an
  * operation), then, last, the number of the step. */
 typedef struct {
     _Atomic uint64_t step; /* everything else here and in the slot's data is written */
@@ -39,18 +40,18 @@ typedef struct {
     uint8_t          uneven; /* the slot's data begin with the counts */
     union {
         int32_t  root;
-        uint32_t key; /* of an operation without a root, as in smp_call */
+        uint32_t key; /* of an operation without a root, as in smp_call_hints */
     };
     uint64_t count;
     union {
         double   factor;
-        uint64_t assumed; /* of an all-gather, as in smp_call */
+        uint64_t assumed; /* of an all-gather, as in smp_call_hints */
     };
     uint64_t in; /* addresses in the member's memory */
     uint64_t out;
-    uint32_t kind;      /* smp_kind: what the elements are to the caller */
+    uint32_t kind;      /* smp_kind: the caller's meaning of the elements */
     uint8_t  on_device; /* SMP_NOTICE_*, or 0 */
-    uint8_t  sparse;    /* as in smp_call */
+    uint8_t  sparse;    /* as in smp_call_hints */
     uint8_t  columns;   /* 1: of matrices */
 } smp_notice;
 
@@ -61,23 +62,23 @@ typedef struct {
     _Alignas(64) uint8_t data[SMP_SLOT_BYTES];
 } smp_slot;
 
-/* Whose a control block is: nobody's; a group's; nobody's again, and still of use to
- * those whose meeting has failed, as long as another one can be taken. */
+/* A control block's owner: none; a group; none again, with the block left to the
+ * readers of a failed meeting as long as another one can be taken. */
 enum { SMP_CONTROL_FREE, SMP_CONTROL_TAKEN, SMP_CONTROL_FORGOTTEN };
 
 typedef struct {
     _Alignas(64) _Atomic uint32_t taken;
     int64_t          forgotten_ns; /* when; the owner's alone */
-    _Atomic uint64_t id;     /* of the group; 0: nobody looks at this control block */
-    _Atomic uint64_t nonce;  /* of this member's meeting */
-    uint64_t         probe;  /* address of the nonce in its own memory */
-    uint64_t         arena;  /* address of its segment's arena there */
-    uint64_t         digest; /* of the list of members */
+    _Atomic uint64_t id;    /* of the group; 0: no member looks at this control block */
+    _Atomic uint64_t nonce; /* of this member's meeting */
+    uint64_t         probe; /* address of the nonce in its own memory */
+    uint64_t         arena; /* address of its segment's arena there */
+    uint64_t         digest;            /* of the list of members */
     _Alignas(64) smp_doorbell doorbell; /* written by all members */
-    _Alignas(64) _Atomic uint64_t read; /* the last step whose reading is over */
-    _Atomic uint64_t waits;  /* the step for which the member sleeps; 0: it does not */
-    _Atomic uint32_t failed; /* smp_status: the member has given up */
-    _Atomic uint32_t holds;  /* 1: it may have the other members' device memory open */
+    _Alignas(64) _Atomic uint64_t read; /* the last step with its reading over */
+    _Atomic uint64_t waits;             /* the step of the member's sleep; 0: awake */
+    _Atomic uint32_t failed;            /* smp_status: the member has given up */
+    _Atomic uint32_t holds; /* 1: it may have the other members' device memory open */
     char             name[64]; /* of the group, for errors */
     char             why[SMP_WHY_BYTES];
     _Alignas(64) smp_slot slots[2];
@@ -89,9 +90,9 @@ _Static_assert(sizeof(smp_notice) <= 64, "a notice is one cache line");
  * all are taken. */
 smp_control_block *smp_control_block_take(smp_control_block *controls);
 
-/* Others find it no more.  give_back: nobody looks at it.  forget: others may still
- * look at what became of its meeting, in which no operation was begun; the last that is
- * used again.  leave: never used again, because somebody may still read its data. */
+/* Others find it no more.  give_back: no member looks at it.  forget: others may still
+ * look at the outcome of its meeting, without an operation begun; the last one to be
+ * used again.  leave: never used again, because a member may still read its data. */
 void smp_control_block_give_back(smp_control_block *control);
 void smp_control_block_forget(smp_control_block *control);
 void smp_control_block_leave(smp_control_block *control);

@@ -1,25 +1,23 @@
-/* What a rank shows the others of its host about its device pool: a part of its
- * segment.
+/* A rank's card of its device pool for the others of its host: a part of its segment.
  *
  * The owner writes it when it makes the pool, once, and says so in `shown`.  Each other
- * rank that has a device opens the pool then, tries it with the pattern behind its end,
- * and says on its own card, under the owner's number, how that went: in this order both
- * know what the other can do, and nobody has to wait for the other.
+ * rank with a device opens the pool then, and tries it with the pattern behind its end.
+ * It writes the outcome on its own card, under the owner's number: in this order both
+ * know the other's abilities, and neither has to wait.
  *
  *   owner's shown    NONE -> SHOWN -> WITHDRAWN   (its comm or device has ended)
  *   reader's card    NONE -> OPENING -> OPEN -> CLOSED   (pools[owner])
  *                                  \-> REFUSED
  *
  * A reader at OPENING or OPEN may touch the pool's memory; the owner sends to a reader
- * at OPEN.  One whose device fails goes back to OPENING, and one whose trial fails
- * stays there: it still has the memory.
+ * at OPEN.  A reader goes back to OPENING after a failure of its device, and stays
+ * there after a failed trial: it still has the memory.
  *
- * A rank that has seen a trial fail says so in `distrusts`, for good.  Others see that
- * there before they send to it or open its pool, give up likewise, and say so: so a
- * path that does not work is off for all ranks of the host that send each other
- * tensors.
+ * A rank sets `distrusts` after a failed trial, for good.  Others see this before they
+ * send to it or open its pool, give up likewise, and set theirs: so a broken path is
+ * off for all ranks of the host that send each other tensors.
  *
- * Status  Run by ranks that share one H100, not yet between two GPUs.
+ * Status  Run by ranks on one shared H100, not yet between two GPUs.
  */
 #ifndef SMP_COMM_MEMORY_DEVICE_CARD_H
 #define SMP_COMM_MEMORY_DEVICE_CARD_H
@@ -29,7 +27,7 @@
 
 #include "device/driver.h"
 
-/* Tensors that can be in a pool at a time; each has an event of its own. */
+/* The most tensors in a pool at a time; each has an event of its own. */
 #define SMP_DEVICE_SPANS 512u
 
 enum { SMP_POOL_NONE = 0, SMP_POOL_SHOWN, SMP_POOL_WITHDRAWN };
@@ -46,7 +44,7 @@ typedef struct {
     _Atomic uint32_t  shown;     /* SMP_POOL_*; the five below are written before it */
     _Atomic uint32_t  distrusts; /* 1: a trial failed */
     uint64_t          bytes;     /* of the pool; SMP_TRIAL_BYTES of a pattern follow */
-    uint64_t          seed;      /* of that (common/pattern.h) */
+    uint64_t          seed;      /* of the pattern (common/pattern.h) */
     smp_driver_handle memory;
     smp_driver_handle tried; /* an event: the pattern is there */
     smp_driver_handle

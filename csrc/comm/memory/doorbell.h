@@ -1,15 +1,15 @@
-/* A doorbell: one futex word in shared memory on which one thread sleeps.
+/* A doorbell: one futex word in shared memory, for one sleeping thread.
  *
- * The sleeper says that it lies down, looks once more for what it waits for, and
- * sleeps.  Whoever has put something there rings; that is one load while the
- * sleeper is awake, and one system call when it sleeps.
+ * The sleeper marks the word, looks once more for the awaited thing, and sleeps.  A
+ * thread rings after its write; a ring is one load while the sleeper is awake, and one
+ * system call when it sleeps.
  *
- * The thing waited for must be written and read with seq_cst atomics: the order
- * "I wrote, then saw it awake" against "it lay down, then saw nothing" is what makes
- * a lost wake-up impossible.
+ * The awaited thing must be written and read with seq_cst atomics: the order "I wrote,
+ * then saw it awake" against "it lay down, then saw nothing" makes a lost wake-up
+ * impossible.
  *
- * A ringer that is killed between clearing the word and the system call leaves the
- * sleeper asleep; whoever notices the death uses smp_doorbell_ring_hard().
+ * A ringer killed between clearing the word and the system call leaves the sleeper
+ * asleep; a thread with news of the death uses smp_doorbell_ring_hard().
  */
 #ifndef SMP_COMM_MEMORY_DOORBELL_H
 #define SMP_COMM_MEMORY_DOORBELL_H

@@ -9,7 +9,7 @@
 #include "common/status.h"
 
 typedef struct smp_message {
-    int                 source; /* rank that sent it */
+    int                 source; /* sending rank */
     uint8_t            *bytes;  /* owned by the message; 8-byte aligned */
     size_t              nbytes;
     smp_block         **blocks; /* owned by the message; NULL where taken */
@@ -25,7 +25,7 @@ smp_status smp_message_create(int source, size_t nbytes, size_t nblocks,
 /* Moves block i out of the message; the caller releases it. */
 smp_block *smp_message_take_block(smp_message *message, size_t i);
 
-/* Frees the message and the blocks that are still in it.  Takes NULL. */
+/* Frees the message and its remaining blocks.  Takes NULL. */
 void smp_message_free(smp_message *message);
 
 /* First in, first out; all zero is empty. */

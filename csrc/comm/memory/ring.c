@@ -8,7 +8,7 @@
 
 #define LINE 64u
 
-/* What stands before an entry's bytes. */
+/* The mark before an entry's bytes. */
 typedef struct {
     uint32_t bytes; /* of the entry */
     uint32_t kind;  /* MARK_* */
@@ -16,7 +16,7 @@ typedef struct {
 
 enum { MARK_ENTRY = 0x45u, MARK_PAD = 0x50u };
 
-/* Bytes that an entry takes in the ring. */
+/* Bytes of an entry in the ring. */
 static uint64_t
 span_of(size_t bytes)
 {

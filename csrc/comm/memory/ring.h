@@ -6,12 +6,12 @@
  *      head                      tail
  *   ....[mark|entry....][mark|entry.]..........[mark: pad to the end]
  *
- * Neither end trusts the other: what it reads from shared memory it checks, and what
- * it needs twice it keeps in its own struct.
+ * Neither end trusts the other: it checks values from shared memory, and keeps those
+ * needed twice in its own struct.
  *
  * Threads  The producer's functions: one thread at a time.  The consumer's: one
  *          thread at a time.
- * Errors   SMP_ERR_MALFORMED: the other end wrote what this code never writes.
+ * Errors   SMP_ERR_MALFORMED: the other end wrote values unknown to this code.
  */
 #ifndef SMP_COMM_MEMORY_RING_H
 #define SMP_COMM_MEMORY_RING_H
@@ -25,8 +25,8 @@
 
 #define SMP_RING_BYTES 65536u
 
-/* The longest entry: with its mark a quarter of the ring, so that half a ring has room
- * for any entry and the pad before it.  A longer message goes into a block. */
+/* The longest entry: with its mark a quarter of the ring: half a ring has room for any
+ * entry and the pad before.  A longer message goes into a block. */
 #define SMP_RING_ENTRY_BYTES (SMP_RING_BYTES / 4 - 64)
 
 /* In shared memory; all zero is empty.  Each counter has a cache line of its own. */
@@ -39,7 +39,7 @@ typedef struct {
 
 typedef struct {
     smp_ring *ring; /* borrowed */
-    uint64_t  tail; /* what is published */
+    uint64_t  tail; /* the published end */
     uint64_t  next; /* tail after the reserved entry */
     uint64_t  head; /* the consumer's, as last seen */
 } smp_ring_producer;
@@ -47,7 +47,7 @@ typedef struct {
 typedef struct {
     smp_ring *ring; /* borrowed */
     uint64_t  head;
-    uint64_t  next; /* head after the entry that was peeked */
+    uint64_t  next; /* head after the peeked entry */
     uint64_t  tail; /* the producer's, as last seen */
 } smp_ring_consumer;
 
@@ -55,7 +55,7 @@ typedef struct {
  * ring is full.  A second reserve replaces the first. */
 smp_status smp_ring_reserve(smp_ring_producer *producer, size_t bytes, void **out);
 
-/* Publishes the reserved entry (seq_cst, so that a doorbell may be rung after it). */
+/* Publishes the reserved entry (seq_cst: a doorbell may be rung after it). */
 void smp_ring_commit(smp_ring_producer *producer);
 
 /* Asks for a call when there is room; reserve once more before waiting for it. */

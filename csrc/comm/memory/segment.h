@@ -1,14 +1,14 @@
-/* One rank's shared memory: its doorbell, the rings that lead to it, its control
- * blocks, its arena.
+/* One rank's shared memory: its doorbell, the rings to it, its control blocks, its
+ * arena.
  *
  *   doorbell | states of the arena's blocks | ring from rank 0 | ring from rank 1 |
  *   ... | control blocks of groups | card of the device pool | arena
  *
  * Made by its owner, mapped by every peer on the host; never by name, so nothing is
- * left when the job is killed.  Sealed: nobody can cut it off under a reader.
+ * left when the job is killed.  Sealed: no process can truncate it under a reader.
  *
- * Ownership  Counted references; the last one unmaps.  A block holds one, so what
- *            was received outlives the comm.
+ * Ownership  Counted references; the last one unmaps.  A block holds one, so received
+ *            memory outlives the comm.
  * Threads    any.
  */
 #ifndef SMP_COMM_MEMORY_SEGMENT_H
@@ -26,7 +26,7 @@
 #include "common/status.h"
 
 /* State of a slot of the arena, in shared memory.  Giving a block back is one store of
- * SMP_SLOT_FREE, by whoever holds it; all other stores are the owner's. */
+ * SMP_SLOT_FREE, by its holder; all other stores are the owner's. */
 enum {
     SMP_SLOT_FREE = 0,
     SMP_SLOT_TAKEN = 1,
@@ -35,7 +35,7 @@ enum {
 
 typedef struct smp_segment {
     _Atomic uint32_t   references;
-    int                fd; /* owned; -1 once nobody needs to be given it */
+    int                fd; /* owned; -1 once no rank needs to be given it */
     uint8_t           *base;
     size_t             bytes;    /* of the mapping */
     smp_doorbell      *doorbell; /* this and all below: into the mapping */
@@ -49,7 +49,7 @@ typedef struct smp_segment {
     size_t             arena_bytes;
 } smp_segment;
 
-/* That of another rank, or of this one. */
+/* The segment of another rank, or of this one. */
 typedef struct {
     smp_segment *segment; /* borrowed; take a reference to keep it */
     pid_t        pid;     /* as this process sees it; 0: it does not (another pid
@@ -60,11 +60,11 @@ typedef struct {
  * reference.  SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM. */
 smp_status smp_segment_create(int ranks, size_t arena_bytes, smp_segment **out);
 
-/* Maps a peer's segment; the caller keeps fd.  SMP_ERR_MALFORMED: not one that
- * smp_segment_create(ranks, arena_bytes) makes; SMP_ERR_SYSTEM; SMP_ERR_NO_MEMORY. */
+/* Maps a peer's segment; the caller keeps fd.  SMP_ERR_MALFORMED: not one from
+ * smp_segment_create(ranks, arena_bytes); SMP_ERR_SYSTEM; SMP_ERR_NO_MEMORY. */
 smp_status smp_segment_attach(int fd, int ranks, size_t arena_bytes, smp_segment **out);
 
-/* Makes the pages of a part of a segment that was created here, ahead of its use. */
+/* Makes the pages of a part of a segment created here, ahead of its use. */
 void smp_segment_make_pages(void *from, size_t bytes);
 
 /* Closes the descriptor; the mapping stays. */

@@ -1,4 +1,4 @@
-/* What a member's control block says about its use of another's memory. */
+/* A member's use of another's memory, by its control block. */
 #define _GNU_SOURCE
 #include "comm/memory/user.h"
 
@@ -7,7 +7,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-/* Whether it lives, and is in that meeting. */
+/* Whether the member lives, and is in the same meeting. */
 static bool
 is_there(const smp_user *user)
 {

@@ -1,5 +1,5 @@
-/* Members of a group that may still use this process's memory, though the group is over
- * for it: one was stopped meanwhile, or waits for a device.
+/* Members of a group, perhaps still with use of this process's memory after the group's
+ * end here: one was stopped meanwhile, or waits for a device.
  *
  * Threads  any; one array: one at a time.
  */
@@ -14,8 +14,8 @@
 #include "comm/memory/segment.h"
 
 typedef struct {
-    smp_segment             *segment; /* owned: one reference; NULL: nobody */
-    const smp_control_block *control; /* in the segment: says what the member does */
+    smp_segment             *segment; /* owned: one reference; NULL: none */
+    const smp_control_block *control; /* in the segment: the member's state */
     uint64_t                 nonce;   /* of its meeting */
     pid_t pid; /* 0: it cannot be seen from here, and never counts as dead */
 } smp_user;
@@ -23,8 +23,8 @@ typedef struct {
 /* Whether it may have this process's device memory open. */
 bool smp_user_holds(const smp_user *user);
 
-/* Whether it may be within the operation of which step `last` is the last: it has not
- * posted that, given up or left. */
+/* Whether it may be within the operation with the last step `last`: it has not posted
+ * that step, given up or left. */
 bool smp_user_operates(const smp_user *user, uint64_t last);
 
 /* Frees users[n] with their references.  Takes NULL. */

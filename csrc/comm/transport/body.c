@@ -73,7 +73,7 @@ smp_body_size(const void *body, size_t index)
     return size;
 }
 
-/* Fills in what is behind the sizes, `left` bytes. */
+/* Fills in the parts behind the sizes, `left` bytes. */
 static smp_status
 fill(const smp_host *host, smp_message *message, const void *body, size_t left)
 {

@@ -1,11 +1,11 @@
-/* A message's body, for a transport whose larger blocks travel by themselves.
+/* A message's body, for a transport with larger blocks sent by themselves.
  *
  *   u64 sizes[nblocks]     of all blocks
  *   the message's bytes    padded to 8
  *   the blocks of at most SMP_BODY_INLINE bytes, each padded to 8
  *
- * in the byte order of both sides.  Its head, which is the transport's, has the numbers
- * of bytes and blocks.
+ * in the byte order of both sides.  Its head, the transport's, has the numbers of bytes
+ * and blocks.
  *
  * Threads  any.  Everything goes by the host's table: this file is a part of the MPI
  * extension, too.
@@ -21,7 +21,7 @@
 
 #define SMP_BODY_INLINE ((size_t)2048)
 
-/* How long it will be. */
+/* The length of a message's body. */
 size_t smp_body_bytes(const smp_host *host, size_t nbytes, smp_block *const *blocks,
                       size_t nblocks);
 
@@ -29,13 +29,13 @@ size_t smp_body_bytes(const smp_host *host, size_t nbytes, smp_block *const *blo
 void smp_body_write(const smp_host *host, void *body, const void *bytes, size_t nbytes,
                     smp_block *const *blocks, size_t nblocks);
 
-/* The message from `rank` whose body has come, n bytes; blocks that travel by
- * themselves are NULL in it.  SMP_ERR_MALFORMED: the numbers do not fit the body.
+/* The message from `rank`, by its arrived body of n bytes; blocks sent by themselves
+ * are NULL in it.  SMP_ERR_MALFORMED: the numbers do not fit the body.
  * SMP_ERR_NO_MEMORY. */
 smp_status smp_body_read(const smp_host *host, int rank, const void *body, size_t n,
                          uint64_t nbytes, uint64_t nblocks, smp_message **out);
 
-/* The size of a block, by a body that was read. */
+/* The size of a block, by a body read before. */
 uint64_t smp_body_size(const void *body, size_t index);
 
 #endif

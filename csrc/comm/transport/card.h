@@ -1,5 +1,5 @@
-/* A rank's address card: who it is, which cores it may use, and one section per
- * transport, which only that transport reads. */
+/* A rank's address card: its identity, its cores, and one section per transport, read
+ * only by that transport. */
 #ifndef SMP_COMM_TRANSPORT_CARD_H
 #define SMP_COMM_TRANSPORT_CARD_H
 
@@ -41,7 +41,7 @@ bool smp_card_add(smp_card *card, const char *name, const void *data, size_t byt
  */
 bool smp_card_ok(const void *bytes, size_t n, int rank, int size);
 
-/* The section of a transport in a card that is ok, at most 8-byte aligned; NULL. */
+/* The section of a transport in a checked card, at most 8-byte aligned; NULL: none. */
 const void *smp_card_find(const smp_card *card, const char *name, size_t *bytes);
 
 #endif

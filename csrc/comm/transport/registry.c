@@ -1,10 +1,11 @@
-/* The transports that comms may use, in order of preference. */
+/* The transports for comms, in order of preference. */
 #include <string.h>
 
 #include "comm/transport/transport.h"
 #include "common/lock.h"
 
-static smp_lock lock = SMP_LOCK_INIT(SMP_LOCK_REGISTRY); /* guards what is below */
+static smp_lock lock =
+    SMP_LOCK_INIT(SMP_LOCK_REGISTRY); /* guards the variables below */
 static const smp_transport *registered[SMP_TRANSPORTS + 1] = {
     /* and NULL */
     &smp_transport_shm,

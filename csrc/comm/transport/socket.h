@@ -1,4 +1,4 @@
-/* Sockets to other ranks, which the progress thread reads and writes without waiting.
+/* Sockets to other ranks, read and written by the progress thread without waiting.
  *
  * Threads  one at a time.
  */
@@ -12,18 +12,18 @@
 #include "comm/transport/transport.h"
 #include "common/status.h"
 
-/* What one read or write came to. */
+/* The outcome of one read or write. */
 typedef enum {
     SMP_SOCKET_IDLE,      /* nothing more to read or write now */
     SMP_SOCKET_MORE,      /* stopped at the limit of one call */
     SMP_SOCKET_BLOCKED,   /* writing waits for the other side */
     SMP_SOCKET_ENDED,     /* the other side ended in order */
     SMP_SOCKET_HUNG_UP,   /* the other side is gone without a goodbye */
-    SMP_SOCKET_BROKEN,    /* it sent what no rank sends */
-    SMP_SOCKET_NO_MEMORY, /* what it sends does not fit here */
+    SMP_SOCKET_BROKEN,    /* it sent bytes of no rank */
+    SMP_SOCKET_NO_MEMORY, /* no memory for its message here */
 } smp_socket_event;
 
-/* Why nothing more comes after that, as the host's ended() takes it; SMP_OK: more may.
+/* The reason of a final event, for the host's ended(); SMP_OK: more may come.
  */
 static inline smp_status
 smp_socket_end(smp_socket_event event)
@@ -45,8 +45,8 @@ smp_socket_end(smp_socket_event event)
     return SMP_OK;
 }
 
-/* From now on `watch`, of a socket that is watched, hears of room for bytes, or no
- * more; *is_wanted: which it was. */
+/* From now on `watch`, of a watched socket, hears of room for bytes, or no more;
+ * *is_wanted: the state until now. */
 static inline void
 smp_socket_want_room(const smp_host *host, int fd, smp_watch *watch, bool wanted,
                      bool *is_wanted)

@@ -18,7 +18,7 @@ sum(const size_t *counts, int n)
     return total;
 }
 
-/* Whether `whole` has the parts of all members, of which `part` is this one's. */
+/* Whether `whole` has the parts of all members; `part` is this one's. */
 static bool
 makes_up(const smp_callee *group, const size_t *counts, size_t whole, size_t part)
 {
@@ -75,7 +75,7 @@ may_reduce(const smp_row *r, smp_reduction reduction)
     return (r->all || (r->sums && adds)) && smp_reduction_defined(reduction, r->dtype);
 }
 
-/* Has the call use the counts, which are of the tensor's elements. */
+/* Sets the call's counts, in the tensor's elements. */
 static void
 scale_counts(const smp_tensor_calls *self, smp_call *call, int n, size_t per)
 {
@@ -156,7 +156,7 @@ keep_tensors(PyObject *sequence, PyObject **out)
     return *out == NULL && sequence != Py_None ? -1 : 0;
 }
 
-/* Of a list of ints: counts[0 .. group's size).  0, or -1 with an exception. */
+/* Reads a list of ints: counts[0 .. group's size).  0, or -1 with an exception. */
 static int
 read_counts(const smp_callee *group, smp_operation operation, PyObject *list,
             size_t *counts)
@@ -186,7 +186,7 @@ read_counts(const smp_callee *group, smp_operation operation, PyObject *list,
     return 0;
 }
 
-/* The arguments of Group.order() and .run(); see there. */
+/* The arguments of Group.work_item() and .run(); see there. */
 enum { OPERATION, INS, OUTS, REDUCTION, ROOT, FACTOR, COUNTS, OUT_COUNTS, TIMEOUT };
 enum { SPARSE = TIMEOUT + 1, ASSUMED, IN_ROWS, OUT_ROWS, KEY, MOST, FEWEST = SPARSE };
 
@@ -203,19 +203,19 @@ read_arguments(smp_tensor_calls *self, const smp_callee *group, PyObject *const 
     call->root = (int)PyLong_AsLong(args[ROOT]);
     call->factor = PyFloat_AsDouble(args[FACTOR]);
     if (nargs > SPARSE) {
-        call->sparse = (uint8_t)PyLong_AsLong(args[SPARSE]);
+        call->hints.sparse = (uint8_t)PyLong_AsLong(args[SPARSE]);
     }
     if (nargs > ASSUMED) {
-        call->assumed = PyLong_AsUnsignedLongLong(args[ASSUMED]);
+        call->hints.assumed = PyLong_AsUnsignedLongLong(args[ASSUMED]);
     }
     if (nargs > OUT_ROWS) {
         call->in_rows = PyLong_AsSize_t(args[IN_ROWS]);
         call->out_rows = PyLong_AsSize_t(args[OUT_ROWS]);
     }
     if (nargs > KEY) {
-        call->key = (uint32_t)PyLong_AsUnsignedLong(args[KEY]);
+        call->hints.key = (uint32_t)PyLong_AsUnsignedLong(args[KEY]);
     }
-    call->timeout_ns = timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
+    call->hints.timeout_ns = timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
     if (PyErr_Occurred() != NULL) {
         return -1;
     }

@@ -1,7 +1,6 @@
-/* Calls of a group from what Python says: tensors in host memory, an operation and its
- * arguments.  What an operation needs of sizes and dtypes is checked here, because the
- * core writes where it is told to; whether the other members call the same is checked
- * there.
+/* Calls of a group from Python's arguments: tensors in host memory, an operation and
+ * its arguments.  Sizes and dtypes are checked here, because the core writes to any
+ * given address; the agreement with other members' calls is checked in the core.
  *
  * Threads  The GIL is held.
  */
@@ -13,7 +12,7 @@
 
 #include "comm/collective/checks/call.h"
 
-/* Of the group that is called. */
+/* The called group. */
 typedef struct {
     const char *name; /* borrowed */
     int         size;
@@ -30,11 +29,10 @@ typedef struct {
 
 /* From (operation, ins, outs, reduction, root, factor, counts, out_counts, timeout_s,
  * sparse=0, assumed=0, in_rows=0, out_rows=0, key=0); ins, outs and the counts may be
- * None, without ins: in place.
- * Gives the tensors as tuples, or NULL: the caller keeps them, also after a failure,
- * until the calls are over. 0, or -1 with an exception: BufferError if a tensor is not
- * dense. fini takes what init has filled, also in part, and one that is all zero; a
- * filled one stays where it is. */
+ * None, without ins: in place.  Gives the tensors as tuples, or NULL: the caller keeps
+ * them, also after a failure, until the calls are over. 0, or -1 with an exception:
+ * BufferError if a tensor is not dense. fini takes one filled by init, also in part, or
+ * all zero; a filled one must not move. */
 int  smp_tensor_calls_init(smp_tensor_calls *self, const smp_callee *group,
                            PyObject *const *args, Py_ssize_t nargs, PyObject **ins,
                            PyObject **outs);

@@ -1,4 +1,5 @@
-/* smp._core.Comm: connecting ranks for collectives, and hearing what is finished. */
+/* smp._core.Comm: connecting ranks for collectives, and the news of finished work
+ * items. */
 #include "python/collectives/comm.h"
 
 #include <sched.h>
@@ -34,7 +35,6 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     smp_comm_config  config = {.spin_us = -1};
     smp_comm_object *self;
-    PyObject        *torch_c;
     PyObject        *list;
     Py_ssize_t       pool;
     const char      *job;
@@ -58,13 +58,6 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     config.size = self->size;
     config.names = self->names;
-    torch_c = PyImport_ImportModule("torch._C");
-    self->error =
-        torch_c == NULL ? NULL : PyObject_GetAttrString(torch_c, "_DistBackendError");
-    Py_XDECREF(torch_c);
-    if (self->error == NULL) {
-        goto err;
-    }
     status = smp_comm_create(&config, &self->comm);
     if (status == SMP_OK) {
         status = smp_carrier_create(&self->carrier);
@@ -77,7 +70,7 @@ comm_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
         (void)(status == SMP_ERR_NO_MEMORY
                    ? smp_python_no_room(doing, smp_comm_pool_bytes(&config))
-                   : smp_comm_raise(self, status, doing, NULL));
+                   : smp_comm_raise(status, doing, NULL));
         goto err;
     }
     return (PyObject *)self;
@@ -102,7 +95,7 @@ close_comm(smp_comm_object *self)
     if (carrier != NULL) {
         smp_carrier_close(carrier);
     }
-    /* Whoever is inside looks around every SMP_SIGNALS_NS, and finds it closed. */
+    /* A thread inside looks around every SMP_SIGNALS_NS, and finds it closed. */
     while (self->users > 0 && self->generation == smp_fork_generation()) {
         Py_BEGIN_ALLOW_THREADS;
         sched_yield();
@@ -124,13 +117,12 @@ comm_dealloc(PyObject *object)
     PyTypeObject    *type = Py_TYPE(object);
 
     close_comm(self);
-    Py_XDECREF(self->error);
     free(self->names);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
-/* card() -> bytes: how other ranks reach this one */
+/* card() -> bytes: this rank's addresses for the others */
 static PyObject *
 comm_card(PyObject *object, PyObject *unused)
 {
@@ -210,7 +202,7 @@ comm_connect(PyObject *object, PyObject *args)
             smp_comm_counters(self->comm, &stats);
             return smp_python_no_room(who, (size_t)stats.pool_size);
         }
-        return smp_comm_raise(self, status, who, NULL);
+        return smp_comm_raise(status, who, NULL);
     }
     Py_RETURN_NONE;
 }
@@ -241,8 +233,7 @@ comm_peers(PyObject *object, PyObject *unused)
     return smp_comm_check_open(self) < 0 ? NULL : smp_python_peers(self->comm);
 }
 
-/* pool() -> (bytes at most, most in use so far, blocks that came from it, blocks that
- * did not fit) */
+/* pool() -> (bytes at most, most in use so far, blocks from it, blocks without room) */
 static PyObject *
 comm_pool(PyObject *object, PyObject *unused)
 {
@@ -264,8 +255,8 @@ release_block(void *owner)
     smp_block_release(owner);
 }
 
-/* allocate(bytes) -> a uint8 tensor over pages that others gave back before; over fresh
- * ones when the pool is full */
+/* allocate(bytes) -> a uint8 tensor over pages given back before; over fresh ones when
+ * the pool is full */
 static PyObject *
 comm_allocate(PyObject *object, PyObject *arg)
 {
@@ -283,12 +274,12 @@ comm_allocate(PyObject *object, PyObject *arg)
     status =
         smp_comm_block(self->comm, self->rank == 0 ? self->size - 1 : 0, bytes, &block);
     if (status != SMP_OK) {
-        return smp_comm_raise(self, status, "allocating a tensor", NULL);
+        return smp_comm_raise(status, "allocating a tensor", NULL);
     }
     return smp_tensor_wrap_span(&meta, smp_block_data(block), release_block, block);
 }
 
-/* finished() -> the owner of the next work item that is over; waits for one.  None: the
+/* finished() -> the owner of the next finished work item; waits for one.  None: the
  * comm is closing, or closed. */
 static PyObject *
 comm_finished(PyObject *object, PyObject *unused)
@@ -320,7 +311,7 @@ comm_finished(PyObject *object, PyObject *unused)
     }
 }
 
-/* stop(): finished() gives what is left, then None */
+/* stop(): finished() gives the remaining ones, then None */
 static PyObject *
 comm_stop(PyObject *object, PyObject *unused)
 {
@@ -349,7 +340,7 @@ comm_report_after(PyObject *object, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-/* waits() -> what operations have waited for, for a while now: lines */
+/* waits() -> the waits of operations since a while: lines */
 static PyObject *
 comm_waits(PyObject *object, PyObject *unused)
 {

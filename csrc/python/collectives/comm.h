@@ -1,7 +1,7 @@
-/* smp._core.Comm: a rank's end of a set of ranks that do collectives, with the carrier
- * of their groups.
+/* smp._core.Comm: a rank's end of a set of ranks for collectives, with the carrier of
+ * their groups.
  *
- * Threads  Made, used and given up under the GIL, which is released to wait.
+ * Threads  Made, used and given up under the GIL, released to wait.
  */
 #ifndef SMP_PYTHON_COLLECTIVES_COMM_H
 #define SMP_PYTHON_COLLECTIVES_COMM_H

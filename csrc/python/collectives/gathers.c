@@ -1,4 +1,4 @@
-/* Addresses and sizes of what is gathered, and the list of what is held. */
+/* Addresses and sizes of gathered tensors, and the list of held ones. */
 #include "python/collectives/gathers.h"
 
 #include <stdlib.h>
@@ -215,7 +215,7 @@ smp_held_sweep(smp_held **list, smp_exchange *exchange)
             list = &held->next;
         }
     }
-    smp_held_clear(&done, true); /* last: what tensors do when they go is their own */
+    smp_held_clear(&done, true); /* last: a tensor's end may run any code */
 }
 
 void

@@ -1,5 +1,5 @@
-/* All-gathers of tensors on devices, as calls of a group; and what such tensors live
- * for when nobody else keeps them.
+/* All-gathers of tensors on devices, as calls of a group; and the references that keep
+ * such tensors for a device.
  *
  * Threads  The GIL is held.
  */
@@ -24,9 +24,9 @@ typedef struct {
     dl_device          device; /* of all tensors */
 } smp_gathers;
 
-/* From tuples of tensors and of what they go to: a tensor for all, or a tuple of one
- * for each member.  0, or -1 with an exception: BufferError if they are not dense. fini
- * takes one that is all zero. */
+/* From tuples of tensors and of their outputs: a tensor for all, or a tuple of one for
+ * each member.  0, or -1 with an exception: BufferError if they are not dense. fini
+ * takes an all-zero one. */
 int  smp_gathers_init(smp_gathers *gathers, PyObject *ins, PyObject *outs, int size,
                       int member, const char *group);
 void smp_gathers_fini(smp_gathers *gathers);
@@ -34,7 +34,7 @@ void smp_gathers_fini(smp_gathers *gathers);
 /* Has them use the mark. */
 void smp_gathers_mark(smp_gathers *gathers, const smp_device_mark *mark);
 
-/* Tensors that a device may still use. */
+/* Tensors perhaps still used by a device. */
 typedef struct smp_held {
     struct smp_held *next;
     smp_device_mark *mark; /* borrowed from the exchange */
@@ -42,8 +42,8 @@ typedef struct smp_held {
     PyObject        *outs;
 } smp_held;
 
-/* Takes the references and the mark; lets go of all that the device has done, if there
- * still is an exchange.  Without memory the tensors stay for ever. */
+/* Takes the references and the mark; lets go of all finished ones, if there still is an
+ * exchange.  Without memory the tensors stay for ever. */
 void smp_hold(smp_held **list, smp_exchange *exchange, smp_device_mark *mark,
               PyObject *ins, PyObject *outs);
 void smp_held_sweep(smp_held **list, smp_exchange *exchange);

@@ -7,6 +7,7 @@
 #include "comm/collective/checks/agreement.h"
 #include "python/collectives/work_item.h"
 #include "python/process/signals.h"
+#include "python/values/error.h"
 
 /* Meets the other members; the GIL is held. */
 static smp_status
@@ -48,7 +49,7 @@ meet(smp_group_object *self, const int *ranks, int64_t timeout_ns, char *why)
     return status;
 }
 
-/* The group could not be made: `why`, if that says something, and what to do. */
+/* The group could not be made: `why`, if not empty, and the remedy. */
 static void
 raise_failure(const smp_group_object *self, smp_status status, const char *why)
 {
@@ -56,16 +57,15 @@ raise_failure(const smp_group_object *self, smp_status status, const char *why)
 
     PyOS_snprintf(what, sizeof(what), "group '%s'", self->name);
     if (why[0] == '\0' || status == SMP_ERR_NO_MEMORY || status == SMP_ERR_INVALID) {
-        (void)smp_comm_raise(self->comm, status, what, NULL);
+        (void)smp_comm_raise(status, what, NULL);
     } else {
-        PyErr_Format(self->comm->error, "smp: %s%s [%s]", why,
-                     status == SMP_ERR_TIMED_OUT
-                         ? "; a longer timeout can be given to the group"
-                     : status == SMP_ERR_LIMIT
-                         ? ": give those back that are not used any more, by "
-                           "torch.distributed.destroy_process_group(group)"
-                         : "",
-                     smp_status_name(status));
+        (void)smp_error_raise(smp_error_of_group, status, NULL, "smp: %s%s", why,
+                              status == SMP_ERR_TIMED_OUT
+                                  ? "; a longer timeout can be given to the group"
+                              : status == SMP_ERR_LIMIT
+                                  ? ": give those back that are not used any more, by "
+                                    "torch.distributed.destroy_process_group(group)"
+                                  : "");
     }
 }
 
@@ -129,7 +129,7 @@ err:
     return NULL;
 }
 
-/* Ends what is under way; the GIL is held. */
+/* Ends the work items under way; the GIL is held. */
 static void
 close_group(smp_group_object *self)
 {
@@ -140,7 +140,7 @@ close_group(smp_group_object *self)
     if (group == NULL) {
         return;
     }
-    self->closing = true; /* devices may still use what work items have */
+    self->closing = true; /* devices may still use work items' tensors */
     self->group = NULL;
     self->queue = NULL;
     self->comm->groups--;
@@ -208,7 +208,7 @@ group_gather(PyObject *object, PyObject *args)
     item = smp_work_item_make_gather((smp_group_object *)object, ins, outs, timeout_s,
                                      NULL);
     for (Py_ssize_t i = 0; item != NULL && i < item->gathers.n; i++) {
-        item->gathers.calls[i].key = key;
+        item->gathers.calls[i].hints.key = key;
     }
     if (item == NULL || !waits) {
         return (PyObject *)item;
@@ -263,7 +263,7 @@ group_meet_devices(PyObject *object, PyObject *args)
         self->left = false;
         smp_work_item_begin(item);
     }
-    /* A signal may interrupt this wait; who calls again goes on with the same meeting.
+    /* A signal may interrupt this wait; another call goes on with the same meeting.
      */
     if (self->meeting != NULL) {
         smp_work_item_object *item = (smp_work_item_object *)Py_NewRef(self->meeting);
@@ -281,7 +281,7 @@ group_meet_devices(PyObject *object, PyObject *args)
     return PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace");
 }
 
-/* sequence() -> how many operations have begun */
+/* sequence() -> the number of begun operations */
 static PyObject *
 group_sequence(PyObject *object, PyObject *unused)
 {
@@ -292,7 +292,7 @@ group_sequence(PyObject *object, PyObject *unused)
         self->group == NULL ? 0 : smp_group_sequence(self->group));
 }
 
-/* issued() -> how many work items were, begun or not; once closed: 0 */
+/* issued() -> the number of issued work items, begun or not; once closed: 0 */
 static PyObject *
 group_issued(PyObject *object, PyObject *unused)
 {
@@ -303,7 +303,7 @@ group_issued(PyObject *object, PyObject *unused)
         self->queue == NULL ? 0 : smp_queue_issued(self->queue));
 }
 
-/* rename(name): what errors call it, before its first operation */
+/* rename(name): its name in errors, before its first operation */
 static PyObject *
 group_rename(PyObject *object, PyObject *name)
 {
@@ -357,7 +357,7 @@ group_use(PyObject *object, PyObject *unused)
         (unsigned long long)use.device_bytes, why);
 }
 
-/* close(): what is under way is over, with an error */
+/* close(): work items under way are over, with an error */
 static PyObject *
 group_close(PyObject *object, PyObject *unused)
 {
@@ -459,7 +459,6 @@ smp_group_add(PyObject *module)
              smp_work_item_add(module) < 0 ||
              add_numbers(module, "operations", operation_name, SMP_OPERATIONS) < 0 ||
              add_numbers(module, "reductions", reduction_name, SMP_REDUCTIONS) < 0 ||
-             PyModule_AddStringConstant(module, "SIZES_UNLIKE", SMP_SIZES_UNLIKE) < 0 ||
              PyModule_AddStringConstant(module, "WITH_KEY", SMP_WITH_KEY) < 0;
     return failed ? -1 : 0;
 }

@@ -1,9 +1,9 @@
-/* smp._core.Group: ranks that do collectives of torch's tensors together.
+/* smp._core.Group: ranks with collectives of torch's tensors together.
  *
- * A Group makes Orders (python/collectives/order.h), which keep their tensors until
- * they are over.
+ * A Group makes work items (python/collectives/work_item.h); these keep their tensors
+ * until they are over.
  *
- * Threads  Made, used and given up under the GIL, which is released to wait.
+ * Threads  Made, used and given up under the GIL, released to wait.
  */
 #ifndef SMP_PYTHON_COLLECTIVES_GROUP_H
 #define SMP_PYTHON_COLLECTIVES_GROUP_H

@@ -1,4 +1,4 @@
-/* Posted receives that keep the tensor into which a message goes. */
+/* Posted receives with references to their messages' tensors. */
 #include "python/collectives/mail.h"
 
 #include <stdbool.h>
@@ -19,7 +19,7 @@ typedef struct {
 
 static PyTypeObject *receipt_type;
 
-/* Of send() and receive(). */
+/* The arguments of send() and receive(). */
 enum { GROUP, RANK, TAG, TENSOR, ARGUMENTS };
 
 typedef struct {
@@ -54,7 +54,7 @@ read_arguments(PyObject *const *args, Py_ssize_t nargs, mail_arguments *out)
     return 0;
 }
 
-/* What became of a rank with which something is exchanged. */
+/* The end of a rank with an exchange under way, in words. */
 static void
 describe_end(const smp_comm_object *comm, int rank, smp_status status, char *out,
              size_t bytes)
@@ -95,7 +95,7 @@ py_send(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
                   smp_comm_object_name(comm, l.rank));
     describe_end(comm, l.rank, status, why, sizeof(why));
     return smp_comm_raise(
-        comm, status, what,
+        status, what,
         status == SMP_ERR_CLOSED || status == SMP_ERR_PEER_LOST ? why : NULL);
 }
 
@@ -187,7 +187,7 @@ receipt_is_over(PyObject *object, PyObject *unused)
 }
 
 /* withdraw() -> whether it is over after all; else nothing goes into the tensor any
- * more, and what comes is for the next that wants it */
+ * more, and a message is for the next matching receive */
 static PyObject *
 receipt_withdraw(PyObject *object, PyObject *unused)
 {
@@ -233,7 +233,7 @@ name_receipt(const receipt_object *self, char *out, size_t bytes)
                   self->group->name, (long long)receive->want.tag, from);
 }
 
-/* describe() -> what it is, in words */
+/* describe() -> the receive, in words */
 static PyObject *
 receipt_describe(PyObject *object, PyObject *unused)
 {
@@ -245,7 +245,7 @@ receipt_describe(PyObject *object, PyObject *unused)
     return PyUnicode_DecodeUTF8(what, (Py_ssize_t)strlen(what), "replace");
 }
 
-/* check(): raises what went wrong; it is over */
+/* check(): raises its error; it is over */
 static PyObject *
 receipt_check(PyObject *object, PyObject *unused)
 {
@@ -261,7 +261,7 @@ receipt_check(PyObject *object, PyObject *unused)
     }
     name_receipt(self, what, sizeof(what));
     if (receive->from == SMP_ANY_SOURCE) {
-        return smp_comm_raise(comm, receive->status, what,
+        return smp_comm_raise(receive->status, what,
                               receive->status == SMP_ERR_CLOSED ? "all ranks have left"
                                                                 : NULL);
     }
@@ -277,10 +277,10 @@ receipt_check(PyObject *object, PyObject *unused)
     } else {
         describe_end(comm, receive->from, receive->status, why, sizeof(why));
     }
-    return smp_comm_raise(comm, receive->status, what, why);
+    return smp_comm_raise(receive->status, what, why);
 }
 
-/* source() -> the rank that sent it; it is over */
+/* source() -> the sending rank; it is over */
 static PyObject *
 receipt_source(PyObject *object, PyObject *unused)
 {

@@ -1,6 +1,6 @@
 /* smp._core.send() and .Receipt: tensors from rank to rank.
  *
- * Threads  Under the GIL, which is released to wait.
+ * Threads  Under the GIL, released to wait.
  */
 #ifndef SMP_PYTHON_COLLECTIVES_MAIL_H
 #define SMP_PYTHON_COLLECTIVES_MAIL_H

@@ -1,19 +1,21 @@
-/* The objects of collectives: what is asked of them, and how they raise. */
+/* The objects of collectives: their names and deadlines, and their exceptions. */
 #include "python/collectives/objects.h"
+
+#include "python/values/error.h"
 
 PyTypeObject *smp_comm_type;
 PyTypeObject *smp_group_type;
 
 PyObject *
-smp_comm_raise(const smp_comm_object *comm, smp_status status, const char *what,
-               const char *why)
+smp_comm_raise(smp_status status, const char *what, const char *why)
 {
-    PyErr_Format(status == SMP_ERR_NO_MEMORY ? PyExc_MemoryError
-                 : status == SMP_ERR_INVALID ? PyExc_ValueError
-                                             : comm->error,
-                 "smp: %s: %s [%s]", what, why != NULL ? why : smp_status_text(status),
-                 smp_status_name(status));
-    return NULL;
+    why = why != NULL ? why : smp_status_text(status);
+    if (status == SMP_ERR_NO_MEMORY || status == SMP_ERR_INVALID) {
+        return PyErr_Format(status == SMP_ERR_INVALID ? PyExc_ValueError
+                                                      : PyExc_MemoryError,
+                            "smp: %s: %s [%s]", what, why, smp_status_name(status));
+    }
+    return smp_error_raise(smp_error_of_group, status, NULL, "smp: %s: %s", what, why);
 }
 
 int64_t
@@ -48,7 +50,7 @@ int
 smp_group_check_open(const smp_group_object *group)
 {
     if (group->group == NULL) {
-        PyErr_Format(group->comm->error, "smp: group '%s' was destroyed", group->name);
+        PyErr_Format(smp_error_of_group, "smp: group '%s' was destroyed", group->name);
         return -1;
     }
     return 0;

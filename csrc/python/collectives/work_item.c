@@ -1,4 +1,4 @@
-/* smp._core.WorkItem, from its making to the end of what a device does for it. */
+/* smp._core.WorkItem, from its making to the end of its device's work. */
 #include "python/collectives/work_item.h"
 
 #include <stdlib.h>
@@ -6,10 +6,11 @@
 #include "common/clock.h"
 #include "python/process/signals.h"
 #include "python/values/device.h"
+#include "python/values/error.h"
 
 static PyTypeObject *item_type;
 
-/* What the group's devices gather with; NULL: nothing. */
+/* The exchange of the group's devices; NULL: none. */
 static smp_exchange *
 exchange_of(const smp_group_object *group)
 {
@@ -22,7 +23,7 @@ exchange_of(const smp_group_object *group)
 static int
 raise_driver(const smp_group_object *group, const char *why)
 {
-    PyErr_Format(group->comm->error, "smp: group '%s': all-gather on a device: %s",
+    PyErr_Format(smp_error_of_group, "smp: group '%s': all-gather on a device: %s",
                  group->name, why);
     return -1;
 }
@@ -56,8 +57,7 @@ mark_begin(smp_work_item_object *self, smp_exchange *exchange)
     return 0;
 }
 
-/* Has the thread's stream wait for a work item that is over.  0, or -1 with an
- * exception.
+/* Has the thread's stream wait for a finished work item.  0, or -1 with an exception.
  */
 static int
 join_item(smp_work_item_object *self)
@@ -85,7 +85,7 @@ join_item(smp_work_item_object *self)
     return 0;
 }
 
-/* The work item goes; what its device still uses stays. */
+/* The work item goes; tensors in use by its device stay. */
 static void
 let_tensors_go(smp_work_item_object *self)
 {
@@ -173,7 +173,7 @@ smp_work_item_make_gather(smp_group_object *group, PyObject *ins, PyObject *outs
     self->item.calls = self->gathers.calls;
     self->item.ncalls = offer == NULL ? (size_t)self->gathers.n : 1;
     for (Py_ssize_t i = 0; i < self->gathers.n; i++) {
-        self->gathers.calls[i].timeout_ns =
+        self->gathers.calls[i].hints.timeout_ns =
             timeout_s > 1e9 ? -1 : (int64_t)(timeout_s * 1e9);
     }
     if (offer != NULL) {
@@ -233,19 +233,22 @@ smp_work_item_raise(const smp_work_item_object *self)
     if (item->status == SMP_OK) {
         return 0;
     }
-    if (item->error == NULL) {
+    if (item->status == SMP_ERR_INVALID && item->error != NULL) {
+        PyErr_Format(PyExc_ValueError, "smp: %s [%s]", item->error,
+                     smp_status_name(item->status));
+    } else if (item->error == NULL) {
         char what[96];
 
         PyOS_snprintf(what, sizeof(what), "group '%s'", self->group->name);
-        (void)smp_comm_raise(self->group->comm, item->status, what, NULL);
+        (void)smp_comm_raise(item->status, what, NULL);
     } else {
-        PyErr_Format(item->status == SMP_ERR_INVALID ? PyExc_ValueError
-                                                     : self->group->comm->error,
-                     "smp: %s%s [%s]", item->error,
-                     item->status == SMP_ERR_TIMED_OUT
-                         ? "; a longer timeout can be given to the group"
-                         : "",
-                     smp_status_name(item->status));
+        const smp_error_keys keys = {{item->keys[0], item->keys[1]}};
+
+        (void)smp_error_raise(smp_error_of_group, item->status, &keys, "smp: %s%s",
+                              item->error,
+                              item->status == SMP_ERR_TIMED_OUT
+                                  ? "; a longer timeout can be given to the group"
+                                  : "");
     }
     return -1;
 }
@@ -338,7 +341,7 @@ item_wait(PyObject *object, PyObject *timeout)
     return over < 0 ? NULL : PyBool_FromLong(over);
 }
 
-/* describe() -> what it waits for, in words; None: it is over, or nobody knows */
+/* describe() -> its wait, in words; None: it is over, or unknown */
 static PyObject *
 item_describe(PyObject *object, PyObject *unused)
 {
@@ -364,7 +367,7 @@ item_is_over(PyObject *object, PyObject *unused)
         smp_work_item_is_over(&((smp_work_item_object *)object)->item));
 }
 
-/* check(): raises what went wrong; it is over */
+/* check(): raises its error; it is over */
 static PyObject *
 item_check(PyObject *object, PyObject *unused)
 {

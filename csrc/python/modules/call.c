@@ -1,11 +1,10 @@
 /* A request goes out, and its response becomes values and changed arguments.
  *
- * An argument that the owner changed in place gets its new values by Change(argument,
- * y).
+ * An argument changed in place by the owner gets its new values by Change(argument, y).
  */
 #include "python/modules/call.h"
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/modules/hooks.h"
 #include "python/modules/nodes.h"
 #include "python/modules/reach.h"
@@ -20,7 +19,7 @@
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
 
-/* Runs Send on the request's tensors that require grad, without the unreached. */
+/* Runs Send on the request's tensors with requires_grad, without the unreached. */
 static PyObject *
 apply_send(smp_call_object *call, const smp_pack *pack, uint64_t unreached)
 {
@@ -78,7 +77,7 @@ write_back(PyObject *argument, PyObject *data, bool grad_is_on)
     return done;
 }
 
-/* The call's number, its arguments, and what was sent. */
+/* The call's number, its arguments, and the sent values. */
 typedef struct {
     int32_t         entry;
     PyObject       *args;   /* borrowed */
@@ -86,8 +85,8 @@ typedef struct {
     const smp_pack *pack;   /* borrowed */
 } sent_call;
 
-/* An error if another tensor of the call shares memory with the one that the callee
- * has changed. */
+/* An error if another tensor of the call shares memory with one changed by the
+ * callee. */
 static int
 refuse_shared(const sent_call *sent, PyObject *changed)
 {
@@ -114,9 +113,9 @@ refuse_shared(const sent_call *sent, PyObject *changed)
     return done == NULL ? -1 : 0;
 }
 
-/* Reads which arguments the callee changed in place: pairs of argument number and
- * tensor, of which those that autograd must know are the response's first.  The others
- * are written back at once.  Returns a list of the first kind's arguments (new). */
+/* Reads the arguments changed in place by the callee: pairs of argument number and
+ * tensor.  Those that autograd must know are the response's first; the others are
+ * written back at once.  Returns a list of the first kind's arguments (new). */
 static PyObject *
 read_dirty(smp_unpack *unpack, const sent_call *sent)
 {
@@ -163,7 +162,8 @@ fail:
     return NULL;
 }
 
-/* Runs Send and Recv, whose outputs take the place of the tensors that require grad. */
+/* Runs Send and Recv; their outputs take the place of the tensors with
+ * requires_grad. */
 static int
 apply_nodes(smp_call_object *call, const smp_pack *pack, uint64_t unreached,
             smp_unpack *unpack)
@@ -196,7 +196,7 @@ apply_nodes(smp_call_object *call, const smp_pack *pack, uint64_t unreached,
     return 0;
 }
 
-/* Gives the arguments that the callee changed their new values; from then on they, the
+/* Gives the arguments changed by the callee their new values; from then on they, the
  * caller's own objects, stand for the response's first tensors. */
 static int
 apply_dirty(PyObject *dirty, smp_unpack *unpack)
@@ -214,7 +214,7 @@ apply_dirty(PyObject *dirty, smp_unpack *unpack)
     return 0;
 }
 
-/* Writes back what the callee changed in the caller's lists, dicts and objects. */
+/* Writes the callee's changes back into the caller's lists, dicts and objects. */
 static int
 apply_changes(smp_unpack *unpack, const smp_pack *pack)
 {
@@ -277,8 +277,7 @@ pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
         (state == NULL || smp_pack_value(pack, state) == 0)) {
         return 0;
     }
-    if (!PyErr_ExceptionMatches(
-            PyExc_ConnectionError)) { /* which is not the argument's */
+    if (!PyErr_ExceptionMatches(PyExc_ConnectionError)) { /* not the argument's fault */
         PyObject *type;
         PyObject *value;
         PyObject *traceback;
@@ -296,8 +295,8 @@ pack_request(smp_pack *pack, PyObject *args, PyObject *kwargs, PyObject *state,
     return -1;
 }
 
-/* What the caller's thread takes of a response, and the module's own value.  Takes
- * value; NULL with an exception. */
+/* The module's own value, from the captured state's `after`.  Takes value; NULL with an
+ * exception. */
 static PyObject *
 settle(PyObject *captured, PyObject *value)
 {
@@ -312,8 +311,7 @@ settle(PyObject *captured, PyObject *value)
     return own;
 }
 
-/* The exception of the module that was called becomes its caller's.  Takes the
- * response.
+/* The exception of the called module becomes its caller's.  Takes the response.
  */
 static void
 raise_from_there(smp_message *response)
@@ -343,7 +341,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     smp_session     *session = &smp_the_session;
     smp_task        *task = smp_this_task;
     smp_entry       *entry = &session->entries[number];
-    PyObject        *state = NULL; /* with what to call after */
+    PyObject        *state = NULL; /* with the function to call after */
     PyObject        *value = NULL;
     smp_call_object *call = NULL;
     smp_message     *response;
@@ -419,7 +417,7 @@ done:
     return value;
 }
 
-/* The number of the entry that stands for the module, or -1 with an exception. */
+/* The number of the module's entry, or -1 with an exception. */
 static int32_t
 entry_of(PyObject *module)
 {
@@ -456,7 +454,7 @@ call_remote(PyObject *module, PyObject *args, PyObject *kwargs, uint16_t flags)
     return number < 0 ? NULL : call_entry(number, args, kwargs, flags);
 }
 
-/* __call__ of a module that another rank owns: (module, *args, **kwargs). */
+/* __call__ of another rank's module: (module, *args, **kwargs). */
 static PyObject *
 module_call(PyObject *unused, PyObject *args, PyObject *kwargs)
 {
@@ -553,7 +551,7 @@ smp_call_add(PyObject *module)
     if (PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }
-    /* A function of C that binds like a method, for the classes of remote modules. */
+    /* A function of C, bound like a method, for the classes of remote modules. */
     function = PyCFunction_New(&module_call_def, NULL);
     method = function == NULL ? NULL : PyInstanceMethod_New(function);
     failed = method == NULL || PyModule_AddObjectRef(module, "module_call", method) < 0;

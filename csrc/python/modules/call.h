@@ -1,4 +1,4 @@
-/* The caller's side of a remote call: its request, and what the response brings.
+/* The caller's side of a remote call: its request, and its response's values.
  *
  * Threads  The GIL is held, by the holder of the baton.
  */

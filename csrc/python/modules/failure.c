@@ -1,12 +1,12 @@
 /* Exceptions into words for other ranks. */
 #include "python/modules/failure.h"
 
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "python/modules/session.h"
 #include "python/modules/tell.h"
 
-/* Takes the exception that is set: borrowed, as one object with its traceback.  The
- * caller frees the three. */
+/* Takes the set exception: borrowed, as one object with its traceback.  The caller
+ * frees the three. */
 static void
 take_exception(PyObject **type, PyObject **value, PyObject **traceback)
 {
@@ -17,7 +17,7 @@ take_exception(PyObject **type, PyObject **value, PyObject **traceback)
     }
 }
 
-/* What the other ranks need to raise the task's exception (new). */
+/* The description for other ranks to raise the task's exception (new). */
 static PyObject *
 describe(const smp_task *task, PyObject *error)
 {
@@ -32,8 +32,8 @@ describe(const smp_task *task, PyObject *error)
                                  task->microbatch, (int)task->phase);
 }
 
-/* Ends the step on every rank with the exception that is set.  hear: see what the other
- * ranks have said before. */
+/* Ends the step on every rank with the set exception.  hear: first read the other
+ * ranks' messages. */
 static void
 fail_step(const smp_task *task, bool hear)
 {
@@ -50,7 +50,7 @@ fail_step(const smp_task *task, bool hear)
     }
     if (smp_comm_lost(session->comm) >= 0 &&
         PyErr_GivenExceptionMatches(value, PyExc_ConnectionError)) {
-        smp_server_fail(session->server); /* the step says who is gone */
+        smp_server_fail(session->server); /* the step names the lost rank */
     }
     if (!smp_server_failed(session->server)) {
         Py_XSETREF(session->error, describe(task, value));
@@ -68,8 +68,7 @@ fail_step(const smp_task *task, bool hear)
 void
 smp_session_fail(smp_task *task)
 {
-    /* What failed here may follow from what failed on another rank, which has said so
-     * and then left. */
+    /* This failure may follow from another rank's, announced before that rank left. */
     fail_step(task, true);
 }
 
@@ -89,8 +88,8 @@ smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelop
     PyObject    *told;
     bool         sent;
 
-    /* In a sequence others may wait for this rank in a collective of the module: its
-     * caller, who runs what they do, too, would never hear of it. */
+    /* In a sequence others may wait for this rank in a collective of the module: the
+     * caller, with the same runs, would never hear of it. */
     if (session->in_sequence || !PyErr_ExceptionMatches(PyExc_Exception) ||
         (smp_comm_lost(session->comm) >= 0 &&
          PyErr_ExceptionMatches(PyExc_ConnectionError))) {

@@ -1,4 +1,4 @@
-/* How a task's exception fails the step, or becomes its caller's.
+/* A task's exception: it fails the step, or becomes the caller's.
  *
  * Threads  A worker with the GIL and the baton.
  */
@@ -8,15 +8,15 @@
 #include "python/modules/task.h"
 #include "server/envelope.h"
 
-/* Takes the exception that is set: ends the step on every rank. */
+/* Takes the set exception: ends the step on every rank. */
 void smp_session_fail(smp_task *task);
 
 /* The same while a message is being read: no other one is read inside it. */
 void smp_session_fail_at_once(const smp_task *task);
 
-/* Answers the task's request with the exception that is set, which then is its caller's
- * to catch.  False, with the exception still set: it ends the step (Ctrl-C and the
- * like, a rank that is gone, all in a sequence, or it could not be sent). */
+/* Answers the task's request with the set exception, then its caller's to catch.
+ * False, with the exception still set: it ends the step (Ctrl-C and the like, a lost
+ * rank, all in a sequence, or a failed send). */
 bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
 
 #endif

@@ -11,12 +11,12 @@
 static struct {
     smp_ledger *ledger;
     PyObject   *parameters;  /* list: the local parameters, by number */
-    PyObject   *hooks;       /* list: what removes their hooks */
+    PyObject   *hooks;       /* list: their hooks' handles */
     PyObject  **base;        /* owned, by number: the gradient outside the ledger */
     bool       *had;         /* by number: there was a gradient when the step began */
     bool       *complete;    /* by number: .grad is base again */
-    bool        leaves_out;  /* some may be zeros of what no loss uses */
-    PyObject   *on_complete; /* parameter number -> None; NULL: nobody asked */
+    bool        leaves_out;  /* some may be zeros of outputs that no loss uses */
+    PyObject   *on_complete; /* parameter number -> None; NULL: not asked for */
     PyObject   *mix_layouts; /* base, term -> sum, when one of them is sparse */
     bool        active;
 } gradients;
@@ -61,8 +61,8 @@ op_add(void *ctx, void **sum, void *term)
     return status;
 }
 
-/* A contribution that nobody expected comes after the parameter was complete: takes the
- * gradient back, until the end of the step. */
+/* An unexpected contribution to a complete parameter: takes the gradient back, until
+ * the end of the step. */
 static int
 reopen(int32_t i)
 {
@@ -202,8 +202,8 @@ smp_gradients_done(int32_t microbatch)
                            "adding up gradients");
 }
 
-/* The hook of parameter number `number`, right after the engine accumulated.  Nothing
- * is there when the gradient was undefined, as behind a remote module that detached it.
+/* The hook of parameter number `number`, right after the engine accumulated.  An
+ * undefined gradient leaves none, as behind a remote module with a detached output.
  */
 static PyObject *
 accumulated(PyObject *number, PyObject *parameter)
@@ -378,8 +378,8 @@ py_begin(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* gradients_end(failed): every .grad is back; after a failure those that were None are
- * None again. */
+/* gradients_end(failed): every .grad is back; after a failure a former None is None
+ * again. */
 static PyObject *
 py_end(PyObject *module, PyObject *failed)
 {
@@ -451,7 +451,7 @@ append_to(void *list, void *term)
     return PyList_Append(list, term) < 0 ? SMP_ERR_INVALID : SMP_OK;
 }
 
-/* What .grad does not show while a step runs. */
+/* The gradients hidden from .grad while a step runs. */
 static PyObject *
 py_taken(PyObject *module, PyObject *unused)
 {

@@ -1,8 +1,8 @@
-/* The ledger over PyTorch's .grad: where the engine's gradients go during a step.
+/* The ledger over PyTorch's .grad, for the engine's gradients during a step.
  *
- * A hook on each local parameter takes what the engine accumulated, by microbatch and
- * request, and leaves .grad empty; the ledger adds it up in order.  Outside a step
- * .grad is what it always is.
+ * A hook on each local parameter takes the engine's accumulated gradient, by microbatch
+ * and request, and leaves .grad empty.  The ledger adds it up in order.  Outside a step
+ * .grad is PyTorch's.
  *
  * Threads  The GIL is held; during a step, by the holder of the baton.
  * Errors   0, or -1 with an exception.
@@ -23,8 +23,8 @@ int smp_gradients_suspect(int32_t microbatch, int32_t entry);
 int smp_gradients_backward(int32_t microbatch, int32_t backward);
 int smp_gradients_done(int32_t microbatch);
 
-/* What a backward, or its response, says of its gradients: SMP_FLAG_UNUSED if some of
- * the step may be zeros of what no loss uses; and what a rank hears of others'. */
+/* The flags of a backward, or its response: SMP_FLAG_UNUSED if some gradients of the
+ * step may be zeros of outputs that no loss uses; note takes other ranks' flags. */
 uint16_t smp_gradients_flags(void);
 void     smp_gradients_note(uint16_t flags);
 

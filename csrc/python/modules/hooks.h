@@ -7,7 +7,7 @@
 
 #include "python/values/torch_api.h"
 
-/* Whether the module, which may be NULL or None, has any. */
+/* Whether the module, perhaps NULL or None, has any. */
 bool smp_has_hooks(PyObject *module);
 
 #endif

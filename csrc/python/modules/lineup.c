@@ -3,7 +3,7 @@
 
 #include <stdatomic.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
 #include "python/modules/task.h"
@@ -18,7 +18,7 @@ typedef struct {
 
 static PyTypeObject *collective_type;
 
-/* Which module, for smp_calls: no entry has such a number.  [FNV-1a] */
+/* The module's number for smp_calls, apart from the entries'.  [FNV-1a] */
 static uint64_t
 number_of(const char *path)
 {
@@ -30,8 +30,8 @@ number_of(const char *path)
     return h | (uint64_t)1 << 63;
 }
 
-/* distributed_call(path) -> (number, microbatch, phase, which call of the module by
- * this task), or None where there is no step, or one without a server */
+/* distributed_call(path) -> (number, microbatch, phase, count of the module's calls by
+ * this task), or None outside a step, or without a server */
 static PyObject *
 py_distributed_call(PyObject *module, PyObject *text)
 {
@@ -185,8 +185,8 @@ collective_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* collectives_ended(timeout_s) -> (the number that this rank has issued in the step
- * that has failed, the fewest, the most of a rank of the same pp_rank); None: not known
+/* collectives_ended(timeout_s) -> (this rank's number of issued collectives in the
+ * failed step, the fewest, the most of a rank of the same pp_rank); None: not known
  * yet */
 static PyObject *
 py_collectives_ended(PyObject *module, PyObject *timeout)
@@ -212,8 +212,9 @@ py_collectives_ended(PyObject *module, PyObject *timeout)
                          (unsigned long long)least, (unsigned long long)most);
 }
 
-/* ended_in_order() -> (whether this rank had done its part of the last step before that
- * failed, whether all of the same pp_rank had, as far as collectives_ended() knows) */
+/* ended_in_order() -> (whether this rank had done its part of the last step before its
+ * failure, the same of all of this pp_rank).  The second as far as collectives_ended()
+ * knows. */
 static PyObject *
 py_ended_in_order(PyObject *module, PyObject *unused)
 {
@@ -225,9 +226,9 @@ py_ended_in_order(PyObject *module, PyObject *unused)
                          PyBool_FromLong(smp_server_all_ended_in_order(server)));
 }
 
-/* hear_failure(timeout_s): of the step, in which a collective has failed because a rank
- * called another operation.  In a sequence that rank may have heard of the failure
- * before (smp/execution/sequence.py); in other steps nothing is waited for. */
+/* hear_failure(timeout_s): of the step, after a collective failed because a rank called
+ * another operation.  In a sequence that rank may have heard of the failure before
+ * (smp/execution/sequence.py); in other steps the call does not wait. */
 static PyObject *
 py_hear_failure(PyObject *module, PyObject *timeout)
 {

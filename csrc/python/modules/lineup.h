@@ -1,6 +1,6 @@
 /* Collectives of modules, in the order of their TP_GROUP: smp._core.Collective.
  *
- * Threads  The GIL is held, which is given away while a task waits.
+ * Threads  The GIL is held, and given away while a task waits.
  */
 #ifndef SMP_PYTHON_MODULES_LINEUP_H
 #define SMP_PYTHON_MODULES_LINEUP_H

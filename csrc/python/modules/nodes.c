@@ -1,7 +1,7 @@
 /* Forwards and backwards of Send and Recv. */
 #include "python/modules/nodes.h"
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/modules/gradients.h"
 #include "python/modules/session.h"
 #include "python/modules/task.h"
@@ -21,8 +21,8 @@ smp_call_new(void)
     return (smp_call_object *)call_type->tp_alloc(call_type, 0);
 }
 
-/* Whether the step that made the call is under way.  After it the owner has no graph,
- * and the call's numbers may be another one's. */
+/* Whether the call's step is under way.  After the step the owner has no graph, and the
+ * call's numbers may be another one's. */
 static bool
 is_of_this_step(const smp_call_object *self)
 {
@@ -32,7 +32,7 @@ is_of_this_step(const smp_call_object *self)
            self->step == session->step;
 }
 
-/* The caller of a call that can get no backward any more tells the owner. */
+/* The caller tells the owner that the call gets no backward any more. */
 static void
 release_graph(smp_call_object *self)
 {
@@ -78,8 +78,8 @@ remember(PyObject *ctx, PyObject *call)
     return PyObject_SetAttr(ctx, name_materialize, Py_False);
 }
 
-/* What stands for the call between its two nodes, and in backward for the gradient,
- * which must be defined for Send to run: a float32 tensor without elements. */
+/* The call's token between its two nodes, and in backward the gradient's, since Send
+ * runs only for a defined one: a float32 tensor without elements. */
 static PyObject *
 make_token(void)
 {
@@ -101,7 +101,7 @@ send_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     return make_token();
 }
 
-/* Recv.forward(ctx, call, token) -> what the response brought */
+/* Recv.forward(ctx, call, token) -> the response's tensors */
 static PyObject *
 recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -1,12 +1,11 @@
-/* The two autograd nodes that stand for a remote call on its caller's rank.
+/* The two autograd nodes of a remote call on its caller's rank.
  *
- *     token = Send(leaf, x...)      x: what the owner's outputs depend on (reach.h)
+ *     token = Send(leaf, x...)      x: the inputs of the owner's outputs (reach.h)
  *     y...  = Recv(token)
  *
- * Both are made when the response is here, for that says which x these are.
- * In backward, Recv posts the request for the gradients and returns, and Send waits for
- * them: between the two the engine runs what does not depend on them.  [design.md,
- * section 3]
+ * Both are made when the response is here, with its list of these x.  In backward, Recv
+ * posts the request for the gradients and returns, and Send waits for them: between the
+ * two the engine runs independent nodes.  [design.md, section 3]
  *
  * Threads  The GIL is held, by the holder of the baton.
  */
@@ -15,11 +14,11 @@
 
 #include "python/values/torch_api.h"
 
-/* One remote call, kept alive by its two nodes, which the script may keep for longer
- * than the session's entries live. */
+/* One remote call, kept alive by its two nodes: the script may keep these longer than
+ * the session's entries. */
 typedef struct {
     PyObject  ob_base;
-    uint32_t  opened; /* session and step that made it */
+    uint32_t  opened; /* its session and step */
     uint32_t  step;
     int32_t   entry;
     int       owner;
@@ -28,7 +27,7 @@ typedef struct {
     uint64_t  number;   /* of the forward: server/calls.h */
     uint64_t  call;     /* of the forward */
     uint64_t  backward; /* of the backward; 0: not begun */
-    bool      open;     /* the owner keeps a graph that nobody has used or released */
+    bool      open;     /* the owner keeps a graph, neither used nor released */
     PyObject *outputs;  /* while Recv is built: list of the tensors it gives out */
 } smp_call_object;
 

@@ -3,8 +3,8 @@
 
 typedef struct {
     PyObject *enter; /* borrowed */
-    PyObject *seen;  /* owned; set of nodes, which a node's address stands for while the
-                        set keeps it */
+    PyObject *seen;  /* owned; set of nodes: an address is a node's as long as the set
+                        keeps that */
     PyObject *next;  /* owned; list of nodes yet to be looked at */
     uint64_t  unreached;
 } walk;
@@ -36,7 +36,7 @@ arrive(walk *w, PyObject *node, PyObject *number)
     return PySet_Add(w->seen, node) < 0 ? -1 : PyList_Append(w->next, node);
 }
 
-/* From a tensor to the node that made it. */
+/* From a tensor to its grad_fn. */
 static int
 arrive_at_output(walk *w, PyObject *output)
 {
@@ -49,7 +49,7 @@ arrive_at_output(walk *w, PyObject *output)
     return failed;
 }
 
-/* From the last of w->next to what its inputs were made by. */
+/* From the last of w->next to the nodes of its inputs. */
 static int
 step_on(walk *w)
 {

@@ -1,13 +1,12 @@
-/* Which arguments of a call its outputs depend on, as autograd sees it.
+/* The arguments behind a call's outputs, as autograd sees them.
  *
  * A module may detach an argument.  The caller's backward must then not go on from that
- * argument as if its gradient were one of zeros: hooks would be called, and functions
- * run, that one process does not run.  So the owner walks the graph from the outputs to
- * Enter, and says in its response which arguments it did not come to; the caller's Send
- * leaves them out.  That costs 0.1 us a node, and mostly ends soon: a residual is
- * short.
+ * argument as if its gradient were zeros: hooks and functions would run without a
+ * counterpart in one process.  So the owner walks the graph from the outputs to Enter,
+ * and names the unreached arguments in its response; the caller's Send leaves them out.
+ * The walk costs 0.1 us a node, and mostly ends soon: a residual is short.
  *
- * Inputs   The request's tensors that require grad, counted from 0: the outputs of
+ * Inputs   The request's tensors with requires_grad, counted from 0: the outputs of
  *          Enter.  A bit each in a word, 1 for the unreached; those past the 64th count
  *          as reached.
  * Threads  The GIL is held.
@@ -17,8 +16,8 @@
 
 #include "python/values/torch_api.h"
 
-/* Walks from the grad_fn of the outputs, each a tensor that requires grad, to the node
- * `enter` of so many inputs, and ends as soon as it has come to them all.
+/* Walks from the grad_fn of the outputs, each a tensor with requires_grad, to the node
+ * `enter` of so many inputs.  Ends as soon as all are reached.
  *
  * unreached  written.
  * Returns    0, or -1 with an exception. */

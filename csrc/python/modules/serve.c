@@ -26,13 +26,13 @@
 typedef struct {
     PyObject  ob_base;
     int32_t   entry;
-    PyObject *path; /* owned; the entry's, which the graph may outlive */
+    PyObject *path; /* owned; the graph may outlive its entry */
     int32_t   microbatch;
     uint64_t  order;
     PyObject *inputs;    /* while Enter is built: list of the request's tensors */
-    PyObject *outputs;   /* tuple: the outputs that require grad */
-    PyObject *gradients; /* tuple: what arrived at Enter; NULL: nothing did */
-    size_t    ninputs;   /* tensors of the request that require grad */
+    PyObject *outputs;   /* tuple: the outputs with requires_grad */
+    PyObject *gradients; /* tuple: gradients at Enter; NULL: none */
+    size_t    ninputs;   /* tensors of the request with requires_grad */
     uint64_t  unreached; /* of them: reach.h */
     PyObject *node;      /* Enter's, while the forward runs */
     uint64_t  count;     /* requests of the microbatch when the forward ended */
@@ -59,8 +59,8 @@ context_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* Takes the reference, and the graph that hangs on it: Enter's node leads back to the
- * context, where no garbage collector sees it. */
+/* Takes the reference, and its graph: Enter's node leads back to the context, unseen by
+ * the garbage collector. */
 static void
 drop_context(context_object *context)
 {
@@ -120,7 +120,7 @@ enter_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 
 /* ---------------------------------------------------------------------- forward */
 
-/* Replaces the tensors that require grad by outputs of an Enter node. */
+/* Replaces the tensors with requires_grad by outputs of an Enter node. */
 static context_object *
 enter_graph(smp_unpack *unpack, const smp_envelope *envelope)
 {
@@ -199,7 +199,7 @@ run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject *arg
         PyObject *error;
         PyObject *traceback;
 
-        PyErr_Fetch(&type, &error, &traceback); /* what the module raised comes first */
+        PyErr_Fetch(&type, &error, &traceback); /* the module's exception comes first */
         if (smp_torch_set_grad(true) < 0) {
             Py_CLEAR(value);
         }
@@ -210,8 +210,8 @@ run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject *arg
     return value;
 }
 
-/* Whether the tensor was changed in place; *in_graph: so that autograd must know (a
- * change under no_grad leaves its node as it was).  -1 with an exception. */
+/* Whether the tensor was changed in place; *in_graph: autograd must know (a change
+ * under no_grad leaves its node as before).  -1 with an exception. */
 static int
 is_changed(PyObject *tensor, PyObject *enter_node, bool *in_graph)
 {
@@ -231,8 +231,8 @@ is_changed(PyObject *tensor, PyObject *enter_node, bool *in_graph)
     return 1;
 }
 
-/* Appends which of the request's tensors were changed in place, with their new data:
- * those that autograd must know of first. */
+/* Appends the request's tensors changed in place, with their new data; changes for
+ * autograd come first. */
 static int
 pack_dirty(smp_pack *pack, const smp_unpack *unpack, const context_object *context)
 {
@@ -272,7 +272,7 @@ pack_dirty(smp_pack *pack, const smp_unpack *unpack, const context_object *conte
     return 0;
 }
 
-/* Appends the new contents of the request's objects that were changed in place. */
+/* Appends the new contents of the request's objects changed in place. */
 static int
 pack_changes(smp_pack *pack, const smp_unpack *unpack, const smp_entry *entry)
 {
@@ -326,8 +326,8 @@ is_hooked(PyObject *tensor)
     return hooks != Py_None;
 }
 
-/* Says once that the module has hooked a tensor which its caller may use, too: one that
- * it got, or one that it returns. */
+/* Warns once of a module's hook on a tensor of its caller: an argument, or an
+ * output. */
 static int
 warn_of_hooks(const smp_unpack *unpack, const smp_pack *pack, const smp_entry *entry)
 {
@@ -353,7 +353,7 @@ warn_of_hooks(const smp_unpack *unpack, const smp_pack *pack, const smp_entry *e
     return done == NULL ? -1 : 0;
 }
 
-/* Finds which arguments the outputs do not reach. */
+/* Finds the arguments unreached by the outputs. */
 static int
 find_unreached(context_object *context)
 {
@@ -362,7 +362,7 @@ find_unreached(context_object *context)
                      context->ninputs, &context->unreached);
 }
 
-/* Keeps the outputs that require grad until the backward request. */
+/* Keeps the outputs with requires_grad until the backward request. */
 static int
 keep_context(context_object *context, const smp_pack *pack, uint64_t call)
 {
@@ -505,8 +505,8 @@ take_context(uint64_t call)
     return context;
 }
 
-/* Runs the engine from the outputs that got a gradient, in the modes of the thread that
- * began the backward. */
+/* Runs the engine from the outputs with a gradient, in the modes of the thread at the
+ * backward's beginning. */
 static int
 run_engine(context_object *context, smp_unpack *unpack, uint16_t flags)
 {
@@ -570,7 +570,7 @@ done:
     return result == NULL ? -1 : 0;
 }
 
-/* What arrived at Enter, for each argument that is reached. */
+/* The gradients at Enter, for each reached argument. */
 static int
 pack_gradients(smp_pack *pack, const context_object *context)
 {

@@ -5,18 +5,18 @@
 #ifndef SMP_PYTHON_MODULES_SERVE_H
 #define SMP_PYTHON_MODULES_SERVE_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/modules/task.h"
 
 int smp_serve_add(PyObject *module);
 
-/* Runs the request, which it takes, and answers it; a failure ends the step. */
+/* Takes and runs the request, and answers it; a failure ends the step. */
 void smp_serve_request(smp_message *request, smp_task *task);
 
 /* No backward of the call will come.  False with an exception. */
 bool smp_serve_release(uint64_t call);
 
-/* The step is over: forwards that wait for a backward are forgotten. */
+/* The step is over: forwards without a backward are forgotten. */
 void smp_serve_forget(void);
 
 #endif

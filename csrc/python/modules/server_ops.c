@@ -14,11 +14,11 @@
 #include "python/modules/tell.h"
 #include "python/values/rank_names.h"
 
-/* What a shell reports for a program that Ctrl-C ended. */
+/* A shell's exit status for a program ended by Ctrl-C. */
 #define EXIT_INTERRUPTED 130
 
-/* Signals that come so soon after the first are one wish: a terminal and a launcher may
- * both pass on a Ctrl-C. */
+/* Signals so soon after the first are one wish: a terminal and a launcher may both pass
+ * on a Ctrl-C. */
 #define ONE_WISH_NS (300 * SMP_NS_PER_MS)
 
 /* Whether prepare_thread() has gone well on this worker. */
@@ -40,7 +40,7 @@ op_worker_end(void *ctx)
     smp_python_end();
 }
 
-/* Before a task: what the worker's thread needs once.  0, or -1 with an exception; the
+/* Before a task: the worker's thread is prepared once.  0, or -1 with an exception; the
  * next task tries again. */
 static int
 prepare_thread(void)
@@ -94,7 +94,7 @@ exit_context(PyObject *context)
     Py_DECREF(context);
 }
 
-/* The task's thread uses the device and stream of the thread that called the step. */
+/* The task's thread uses the device and stream of the step's caller. */
 static void
 enter_device(void)
 {
@@ -227,7 +227,7 @@ op_note(void *ctx, smp_message *note)
     smp_python_rest();
 }
 
-/* A Python signal handler that raised, kept for the end of the step. */
+/* A Python signal handler's exception, kept for the end of the step. */
 static PyObject *signal_type, *signal_value, *signal_traceback;
 static int64_t   signal_ns; /* when it raised */
 
@@ -258,7 +258,7 @@ op_check_signals(void *ctx)
                    PyErr_GivenExceptionMatches(signal_type, PyExc_KeyboardInterrupt)) {
             end_at_once();
         } else {
-            PyErr_Clear(); /* the first is what the step raises */
+            PyErr_Clear(); /* the step raises the first one */
         }
     }
     PyGILState_Release(gil);

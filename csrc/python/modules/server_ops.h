@@ -1,6 +1,6 @@
-/* What the server calls: workers, tasks, notes, signals.
+/* The server's callbacks: workers, tasks, notes, signals.
  *
- * Threads  The server's table says which: server/server.h.
+ * Threads  As in the server's table: server/server.h.
  */
 #ifndef SMP_PYTHON_MODULES_SERVER_OPS_H
 #define SMP_PYTHON_MODULES_SERVER_OPS_H
@@ -9,8 +9,8 @@
 
 extern const smp_server_ops smp_session_ops;
 
-/* Raises what a signal's handler raised during the step.  False: there is none.  The
- * GIL is held. */
+/* Raises the exception of a signal's handler during the step.  False: there is none.
+ * The GIL is held. */
 bool smp_session_raise_signal(void);
 
 #endif

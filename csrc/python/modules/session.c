@@ -1,7 +1,8 @@
-/* What the session says of itself. */
+/* The session's own name, errors and warnings. */
 #include "python/modules/session.h"
 
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
+#include "python/values/error.h"
 #include "python/values/rank_names.h"
 
 smp_session smp_the_session;
@@ -29,19 +30,18 @@ smp_session_raise(smp_status status, const char *doing)
         const char *awaited =
             session->server == NULL ? "" : smp_server_awaited(session->server);
 
-        PyErr_Format(
-            PyExc_ConnectionError,
+        return smp_error_raise(
+            smp_error_of_peer, status, NULL,
             "smp: %s: %s is gone (its process ended or was killed); on "
-            "%s: %s [SMP_ERR_PEER_LOST]",
+            "%s: %s",
             doing, smp_rank_name(smp_comm_lost(session->comm)), smp_session_own_name(),
             awaited[0] == '\0' ? "no task waited, it served the others" : awaited);
     } else if (status == SMP_ERR_UNREACHABLE) {
-        PyErr_Format(PyExc_ConnectionError,
-                     "smp: %s: %s has left the job in order, and %s is in "
-                     "step %u: all ranks must make the same number of steps "
-                     "[SMP_ERR_UNREACHABLE]",
-                     doing, smp_rank_name(smp_server_left(session->server)),
-                     smp_session_own_name(), (unsigned)session->step);
+        return smp_error_raise(smp_error_of_peer, status, NULL,
+                               "smp: %s: %s has left the job in order, and %s is in "
+                               "step %u: all ranks must make the same number of steps",
+                               doing, smp_rank_name(smp_server_left(session->server)),
+                               smp_session_own_name(), (unsigned)session->step);
     } else if (status == SMP_ERR_MISMATCH && session->server != NULL &&
                session->in_sequence) {
         PyErr_Format(PyExc_RuntimeError,

@@ -1,7 +1,7 @@
-/* One rank's session: the comm, the server and what Python told them.
+/* One rank's session: the comm, the server and Python's objects for them.
  *
  * Threads  There is one session a process.  Its fields are written on the main thread
- *          between steps, or by the worker that holds the baton; all with the GIL held.
+ *          between steps, or by the worker with the baton; all with the GIL held.
  */
 #ifndef SMP_PYTHON_MODULES_SESSION_H
 #define SMP_PYTHON_MODULES_SESSION_H
@@ -9,14 +9,15 @@
 #include "python/values/torch_api.h"
 #include "server/server.h"
 
-/* What can be called from another rank: a module, or a run of nn.Sequential children.
+/* An entry, to be called from other ranks: a module, or a run of nn.Sequential
+ * children.
  */
 typedef struct {
-    PyObject *callable; /* owned; what the owner executes: called with (args, kwargs) */
-    PyObject *module;   /* owned; whose hooks count; None for a run */
+    PyObject *callable; /* owned; executed by the owner: called with (args, kwargs) */
+    PyObject *module;   /* owned; its hooks count; None for a run */
     PyObject *path;     /* owned; for messages */
     int       owner;    /* pp_rank */
-    bool      trains;   /* has parameters that require grad; set at each step's begin */
+    bool      trains; /* has parameters with requires_grad; set at each step's begin */
 } smp_entry;
 
 typedef struct {
@@ -28,7 +29,7 @@ typedef struct {
     int         pipeline; /* tp_rank, in a sequence dp_rank */
     int         pipelines;
     bool        in_sequence; /* server/sequence.h */
-    uint32_t    opened;      /* how often the session has been */
+    uint32_t    opened;      /* the count of the session's openings */
     uint32_t    step;        /* number of the last one begun */
     bool        in_step;
     bool        ended_well; /* the last one begun, on every rank */
@@ -37,32 +38,32 @@ typedef struct {
     PyObject   *entry_numbers; /* dict: module address -> entry */
     PyObject   *contexts;      /* dict: call -> Context; open forwards of this rank */
     PyObject   *run_root;      /* microbatch -> None, during a step */
-    PyObject   *described;     /* bytes: what the step is; its server borrows them */
-    PyObject   *context_vars;  /* the main thread's, copied at the step's begin */
-    PyObject   *error;         /* what failed here first, as describe_error made it */
+    PyObject   *described; /* bytes: the step's description; its server borrows them */
+    PyObject   *context_vars; /* the main thread's, copied at the step's begin */
+    PyObject   *error;        /* the first failure here, from describe_error */
     /* Python's side, given by configure(). */
     PyObject *send_apply, *recv_apply, *change_apply, *enter_apply;
-    PyObject *leaf;        /* a tensor that requires grad, for nodes without another */
+    PyObject *leaf;        /* a tensor with requires_grad, for nodes without another */
     PyObject *seed_tensor; /* int64, where seeds are drawn */
     int64_t  *seed;        /* its data; borrowed from seed_tensor */
     PyObject *describe_error; /* exception, path, microbatch, phase -> value */
-    PyObject *raised_there;   /* what describe_error made -> the exception to raise */
+    PyObject *raised_there;   /* describe_error's value -> the exception to raise */
     PyObject *refuse_changed; /* path, args, kwargs, tensor, tensors: raises */
     PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
     PyObject
         *serve_hooked; /* module, args, kwargs, bare, inputs: pre-hooks and forward */
-    PyObject *warn_of_tensor; /* path, a tensor whose class or attributes stay behind */
-    PyObject *warn_of_hook;   /* path, of a module that hooked one of its arguments */
-    PyObject *
-        capture_state; /* path -> (state to travel, after or None), or None; after
-                          gets what with_state returned, and gives the module's value */
+    PyObject
+        *warn_of_tensor;     /* path, a tensor with a class or attributes left behind */
+    PyObject *warn_of_hook;  /* path, of a module with a hook on one of its arguments */
+    PyObject *capture_state; /* path -> (state to travel, after or None), or None; after
+                                gets with_state's value, and gives the module's value */
     PyObject *capture_backward; /* -> state to travel with a backward, or None */
     PyObject *with_state;       /* state, callable, args, kwargs -> result */
     PyObject *worker_begin;     /* -> None, on each new worker thread */
     PyObject *enter_device;     /* -> None, before each task; NULL or None: no device */
     PyObject *device_generator; /* its random numbers; NULL or None likewise */
-    PyObject *aborted;          /* the exception type that unwinds workers */
-    int32_t   backwards; /* model.backward calls before which forwards may begin */
+    PyObject *aborted;          /* the exception type to unwind workers */
+    int32_t   backwards; /* forwards may begin before so many model.backward calls */
     uint64_t  step_seed; /* seeds the microbatches' streams (pp_rank 0) */
 } smp_session;
 
@@ -75,16 +76,16 @@ smp_session_rank_of_comm(int pp_rank)
     return smp_the_session.pipeline * smp_the_session.size + pp_rank;
 }
 
-/* What messages call this rank.  Borrowed. */
+/* The name of this rank in messages.  Borrowed. */
 const char *smp_session_own_name(void);
 
 /* The module path of an entry, for messages; borrowed. */
 const char *smp_entry_path(const smp_entry *entry);
 
-/* Raises what the status says of `doing`.  NULL. */
+/* Raises the status's exception, naming `doing`.  NULL. */
 PyObject *smp_session_raise(smp_status status, const char *doing);
 
-/* Says once what stays behind of a tensor of a call of the entry.  0, or -1 with an
+/* Warns once of a tensor's parts left behind in a call of the entry.  0, or -1 with an
  * exception: warnings may be errors.  laden: NULL, or that tensor. */
 int smp_session_warn_if_laden(PyObject *laden, const smp_entry *entry);
 

@@ -1,11 +1,11 @@
-/* The session's life, and what Python tells it. */
+/* The session's life, and its values from Python. */
 #include "python/modules/session_binding.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm/device/port.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/mix.h"
 #include "python/modules/server_ops.h"
@@ -13,14 +13,15 @@
 #include "python/modules/watch.h"
 #include "python/process/comm_binding.h"
 #include "python/process/signals.h"
+#include "python/values/error.h"
 #include "python/values/rank_names.h"
 #include "python/values/registry.h"
 
 /* open(rank, size, pipelines, pool_bytes, device_pool_bytes, spin_us, transports,
  * interface, job, report_s, end_s, names, in_sequence=False) -> the address card.  rank
  * and size: of all pipelines, as pipeline * pp_size + pp_rank.  report_s and end_s are
- * the watchdog's limits, 0 for none.  names, a tuple of str by rank: what messages call
- * the ranks. */
+ * the watchdog's limits, 0 for none.  names, a tuple of str: the ranks' names in
+ * messages, by rank. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
@@ -152,11 +153,9 @@ py_connect(PyObject *module, PyObject *args)
         return NULL;
     }
     if (status == SMP_ERR_UNREACHABLE) {
-        PyErr_Format(PyExc_ConnectionError,
-                     "smp: no transport reaches %s from %s "
-                     "(comm_transports) [SMP_ERR_UNREACHABLE]",
-                     smp_rank_name(failed), smp_session_own_name());
-        return NULL;
+        return smp_error_raise(smp_error_of_peer, status, NULL,
+                               "smp: no transport reaches %s from %s (comm_transports)",
+                               smp_rank_name(failed), smp_session_own_name());
     }
     if (status == SMP_ERR_NO_MEMORY) {
         smp_comm_stats stats;
@@ -165,10 +164,9 @@ py_connect(PyObject *module, PyObject *args)
         return smp_python_no_room("connecting the ranks", (size_t)stats.pool_size);
     }
     if (status != SMP_OK && failed >= 0) {
-        PyErr_Format(PyExc_ConnectionError, "smp: connecting %s to %s: %s [%s]",
-                     smp_session_own_name(), smp_rank_name(failed),
-                     smp_status_text(status), smp_status_name(status));
-        return NULL;
+        return smp_error_raise(smp_error_of_peer, status, NULL,
+                               "smp: connecting %s to %s: %s", smp_session_own_name(),
+                               smp_rank_name(failed), smp_status_text(status));
     }
     if (status != SMP_OK) {
         return smp_session_raise(status, "connecting the ranks");
@@ -362,7 +360,7 @@ number_by_address(PyObject **slot, PyObject *list)
     return numbers == NULL ? -1 : 0;
 }
 
-/* set_names(modules, parameters, owners, paths): what the codec sends by number. */
+/* set_names(modules, parameters, owners, paths): the objects sent by number. */
 static PyObject *
 py_set_names(PyObject *module, PyObject *args)
 {
@@ -396,7 +394,7 @@ py_signal_fd(PyObject *module, PyObject *unused)
     return PyLong_FromLong(smp_server_signal_fd(smp_the_session.server));
 }
 
-/* forward_signals(fd): where what comes to signal_fd() goes on to; -1: nowhere */
+/* forward_signals(fd): the descriptor for the bytes of signal_fd(); -1: none */
 static PyObject *
 py_forward_signals(PyObject *module, PyObject *fd)
 {
@@ -464,7 +462,7 @@ py_peers(PyObject *module, PyObject *unused)
     (void)unused;
     return smp_python_peers(smp_the_session.comm);
 }
-/* mix(a, b) -> int: how seeds are derived. */
+/* mix(a, b) -> int: the derivation of seeds. */
 static PyObject *
 py_mix(PyObject *module, PyObject *args)
 {

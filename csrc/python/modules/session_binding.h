@@ -1,4 +1,4 @@
-/* The session as Python sees it: opened, connected, told what it needs, closed.
+/* The session as Python sees it: opened, connected, set up, closed.
  *
  * Threads  The GIL is held; the main thread, between steps.
  */

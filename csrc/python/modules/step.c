@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "comm/device/port.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "python/modules/gradients.h"
 #include "python/modules/serve.h"
 #include "python/modules/server_ops.h"
@@ -40,7 +40,7 @@ read_turns(PyObject *list, Py_ssize_t *count)
     return turns;
 }
 
-/* The value that an end or abort message carries. */
+/* The value of an end or abort message. */
 static PyObject *
 read_end(smp_message *end)
 {
@@ -57,9 +57,9 @@ read_end(smp_message *end)
 /* step(kind, microbatches, active, turns, trains, run_root, seed, backwards, described)
  * -> (ok, value)
  *
- * kind: 0 simple, 1 interleaved, 2 turns; -1 on ranks other than 0, which serve.  ok:
- * value is what pp_rank 0 sent at the end (None on rank 0); not ok: value describes
- * what failed.  trains: bytes, by entry.  described: bytes, alike on all ranks. */
+ * kind: 0 simple, 1 interleaved, 2 turns; -1 on ranks other than 0: they serve.  ok:
+ * value was sent by pp_rank 0 at the end (None on rank 0); not ok: value describes the
+ * failure.  trains: bytes, by entry.  described: bytes, alike on all ranks. */
 static PyObject *
 py_step(PyObject *module, PyObject *args)
 {
@@ -120,7 +120,7 @@ py_step(PyObject *module, PyObject *args)
                         (size_t)PyBytes_GET_SIZE(described));
     Py_XSETREF(session->context_vars, PyContext_CopyCurrent());
     Py_CLEAR(session->error);
-    if (smp_session_raise_signal()) { /* late in a step that failed afterwards */
+    if (smp_session_raise_signal()) { /* late in a step, before its failure */
         PyErr_Clear();
     }
     session->step_seed = seed;
@@ -169,7 +169,7 @@ py_send_end(PyObject *module, PyObject *value)
     Py_RETURN_NONE;
 }
 
-/* ended_well(): whether the last step that began is over, and well, on every rank. */
+/* ended_well(): whether the last begun step is over, and well, on every rank. */
 static PyObject *
 py_ended_well(PyObject *module, PyObject *unused)
 {
@@ -178,7 +178,7 @@ py_ended_well(PyObject *module, PyObject *unused)
     return PyBool_FromLong(smp_the_session.ended_well);
 }
 
-/* raise_signal(): raises what a signal's handler raised while the last step ended. */
+/* raise_signal(): raises a signal handler's exception from the last step's end. */
 static PyObject *
 py_raise_signal(PyObject *module, PyObject *unused)
 {
@@ -194,8 +194,8 @@ leave_out_next(void)
     smp_server_leave_out(smp_the_session.server, smp_the_session.step);
 }
 
-/* send_abort(value): the other ranks' steps fail with it: the one under way, or where
- * that has ended well the next, which this rank then leaves out. */
+/* send_abort(value): the other ranks' steps fail with it: the one under way, or after
+ * its good end the next, then left out by this rank. */
 static PyObject *
 py_send_abort(PyObject *module, PyObject *value)
 {
@@ -209,7 +209,7 @@ py_send_abort(PyObject *module, PyObject *value)
     Py_RETURN_NONE;
 }
 
-/* skip_step(value): the step that is about to begin fails on every rank, with value. */
+/* skip_step(value): the next step fails on every rank, with value. */
 static PyObject *
 py_skip_step(PyObject *module, PyObject *value)
 {

@@ -1,6 +1,6 @@
 /* Steps as Python sees them: from begin to end, their backwards, the gates on the way.
  *
- * Threads  The GIL is held, which is given away while a step runs and a task waits.
+ * Threads  The GIL is held, and given away while a step runs and a task waits.
  */
 #ifndef SMP_PYTHON_MODULES_STEP_H
 #define SMP_PYTHON_MODULES_STEP_H

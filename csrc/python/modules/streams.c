@@ -1,15 +1,14 @@
 /* One generator, many streams.
  *
  * PyTorch has one default generator a process, and one for its accelerator.  The task
- * that has the baton owns them; when another task runs, the first one's state is put
- * aside, and only then: a rank that is called again and again by one task copies no
- * state at all.
+ * with the baton owns them; when another task runs, the first one's state is put aside,
+ * and only then: a rank called again and again by one task copies no state at all.
  */
 #include "python/modules/streams.h"
 
 #include "python/modules/session.h"
 
-/* Whose stream is in the generators; NULL: nobody's. */
+/* The task with its stream in the generators; NULL: none. */
 static smp_task *owner;
 
 /* The accelerator's generator; NULL: there is none. */

@@ -1,4 +1,4 @@
-/* Random numbers that depend on the microbatch and the call, not on the timing.
+/* Random numbers by microbatch and call, independent of timing.
  *
  * Threads  The GIL is held, by the holder of the baton.
  * Errors   0, or -1 with an exception.

@@ -1,6 +1,6 @@
-/* The task that a thread of this rank has under way, and its thread's way to Python.
+/* A thread's task under way, and its thread's way to Python.
  *
- * Threads  The GIL is held, but where it is said.
+ * Threads  The GIL is held, but where said.
  */
 #ifndef SMP_PYTHON_MODULES_TASK_H
 #define SMP_PYTHON_MODULES_TASK_H
@@ -14,12 +14,12 @@ typedef struct smp_task {
     int32_t   microbatch;
     int32_t   entry;  /* -1: the step function */
     uint64_t  number; /* server/calls.h */
-    smp_calls calls;  /* that it has made */
+    smp_calls calls;  /* made by the task */
     uint64_t  order;  /* of this request within its microbatch, by begin */
     uint64_t  count;  /* requests of the microbatch so far; travels with control */
     smp_phase phase;
-    int       backward_depth; /* inside model.backward, a backward request, or a forward
-                                 that a checkpoint runs again */
+    int backward_depth;  /* inside model.backward, a backward request, or a checkpoint's
+                            second forward */
     int32_t   backwards; /* model.backward calls of the microbatch before this one */
     PyObject *rng_state; /* owned; its stream while another task has the generator */
 } smp_task;
@@ -27,8 +27,8 @@ typedef struct smp_task {
 /* The task of this thread; NULL outside a step. */
 extern _Thread_local smp_task *smp_this_task;
 
-/* On a worker's thread, which is known to Python from smp_python_begin() to
- * smp_python_end(), outside of tasks without the GIL: gives it away, takes it back. */
+/* On a worker's thread, known to Python from smp_python_begin() to smp_python_end(),
+ * and outside of tasks without the GIL: gives it away, takes it back. */
 void smp_python_begin(void);
 void smp_python_rest(void);
 void smp_python_wake(void);

@@ -1,7 +1,7 @@
 /* Notes to other ranks. */
 #include "python/modules/tell.h"
 
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "python/modules/session.h"
 #include "python/values/pack_value.h"
 
@@ -41,7 +41,7 @@ smp_session_send_to_all(smp_msg_kind kind, PyObject *value)
         if (type == NULL && !smp_comm_gone(session->comm, rank)) {
             PyErr_Fetch(&type, &error, &traceback);
         } else {
-            PyErr_Clear(); /* who has gone needs no word any more */
+            PyErr_Clear(); /* a departed rank needs no message any more */
         }
     }
     if (type != NULL) {

@@ -1,4 +1,4 @@
-/* What a rank tells the others beside requests and responses.
+/* A rank's messages beside requests and responses.
  *
  * Threads  The GIL is held.
  */
@@ -12,8 +12,8 @@
 int smp_session_send_to_one(int rank, const smp_envelope *envelope, PyObject *value);
 
 /* To every other rank of the pipeline: a value; 0, or -1 with the first exception.  An
- * ABORT goes to those of other pipelines, too, to all that are there, whatever happens
- * on the way to one of them. */
+ * ABORT goes to other pipelines, too, to all present ranks, also after a failure on the
+ * way to one of them. */
 int smp_session_send_to_all(smp_msg_kind kind, PyObject *value);
 
 /* To every other rank of the pipeline: an envelope alone. */

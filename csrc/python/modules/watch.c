@@ -1,4 +1,4 @@
-/* The watchdog's report: who waits for whom, and Python's stacks, without the GIL. */
+/* The watchdog's report: the waits, and Python's stacks, without the GIL. */
 #define _GNU_SOURCE 1 /* as pyconfig.h of Python 3.10 has it */
 #include "python/modules/watch.h"
 
@@ -7,12 +7,13 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "common/fork.h"
 #include "server/watchdog.h"
 
 #define EXIT_STUCK 1
 
-/* CPython's own, which faulthandler uses: needs no GIL.  Found at run time, because
- * newer versions hide it. */
+/* CPython's own, for faulthandler: needs no GIL.  Found at run time, because newer
+ * versions hide it. */
 typedef const char *(*dump_threads)(int fd, PyInterpreterState *interpreter,
                                     PyThreadState *thread);
 
@@ -21,13 +22,21 @@ typedef struct {
     smp_board    *own;   /* owned: of a rank without a server */
     int           rank;
     char          name[64];
-    char          step[200]; /* the step's place; "": in none */
-    smp_watchdog *thread;    /* owned */
-    dump_threads  dump;      /* NULL: this Python hides it */
+    char          step[200];  /* the step's place; "": in none */
+    smp_watchdog *thread;     /* owned */
+    uint32_t      generation; /* smp_fork_generation() */
+    dump_threads  dump;       /* NULL: this Python hides it */
     PyInterpreterState *interpreter;
 } watch;
 
 static watch the_watch;
+
+/* The board; NULL in a forked child, too: its lock may be held there for ever. */
+static smp_board *
+own_board(void)
+{
+    return the_watch.generation == smp_fork_generation() ? the_watch.board : NULL;
+}
 
 static void
 print(const char *bytes, size_t n)
@@ -76,7 +85,7 @@ report_stuck(void *ctx, const smp_standing *standing, bool ends)
     }
 }
 
-/* Limits beyond a human's patience are none: inf, and what an int64 cannot hold. */
+/* Limits beyond a human's patience are none: inf, and numbers beyond an int64. */
 static int64_t
 limit_ns(double seconds)
 {
@@ -99,7 +108,11 @@ smp_watch_start(smp_board *board, int rank, const char *name, double report_s,
     snprintf(the_watch.name, sizeof(the_watch.name), "%s", name);
     the_watch.interpreter = PyInterpreterState_Get();
     *(void **)&the_watch.dump = dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads");
-    status = smp_watchdog_create(board, &config, &the_watch.thread);
+    status = smp_fork_init();
+    if (status == SMP_OK) {
+        status = smp_watchdog_create(board, &config, &the_watch.thread);
+    }
+    the_watch.generation = smp_fork_generation();
     the_watch.board = status == SMP_OK ? board : NULL;
     return status;
 }
@@ -131,7 +144,7 @@ py_watch(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* unwatch(): what watch() began, if it did */
+/* unwatch(): ends watch(), if begun */
 static PyObject *
 py_unwatch(PyObject *module, PyObject *unused)
 {
@@ -156,7 +169,7 @@ py_standing(PyObject *module, PyObject *unused)
 
     (void)module;
     (void)unused;
-    if (the_watch.board == NULL) {
+    if (own_board() == NULL) {
         Py_RETURN_NONE;
     }
     smp_board_read(the_watch.board, &now);
@@ -179,7 +192,7 @@ py_hear_of(PyObject *module, PyObject *lines)
     if (text == NULL) {
         return NULL;
     }
-    if (the_watch.board != NULL) {
+    if (own_board() != NULL) {
         smp_board_hear(the_watch.board, text);
     }
     Py_RETURN_NONE;
@@ -198,7 +211,7 @@ py_place(PyObject *module, PyObject *what)
     }
     snprintf(text, sizeof(text), "%s%s", call != NULL ? "waits in " : "is in ",
              call != NULL ? call : the_watch.step);
-    if (the_watch.board != NULL) {
+    if (own_board() != NULL) {
         smp_board_place(the_watch.board,
                         call == NULL && the_watch.step[0] == '\0' ? NULL : text);
     }

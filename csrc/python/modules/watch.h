@@ -1,6 +1,6 @@
 /* The watchdog of this rank; see server/watchdog.h.
  *
- * Threads  The main thread; stop without the GIL, which a report does not need.
+ * Threads  The main thread; stop without the GIL.
  */
 #ifndef SMP_PYTHON_MODULES_WATCH_H
 #define SMP_PYTHON_MODULES_WATCH_H
@@ -10,8 +10,8 @@
 #include "common/status.h"
 #include "server/board.h"
 
-/* Watches the board of `rank`, which is called `name` (its first 63 bytes are kept),
- * until stop.  Limits in seconds, 0 for none.  SMP_ERR_NO_MEMORY, SMP_ERR_NO_THREAD. */
+/* Watches the board of `rank`, named `name` (its first 63 bytes are kept), until stop.
+ * Limits in seconds, 0 for none.  SMP_ERR_NO_MEMORY, SMP_ERR_NO_THREAD. */
 smp_status smp_watch_start(smp_board *board, int rank, const char *name,
                            double report_s, double end_s);
 

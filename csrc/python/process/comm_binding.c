@@ -2,7 +2,7 @@
 #define PY_SSIZE_T_CLEAN
 #include "python/process/comm_binding.h"
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "comm/transport/connecting/address.h"
 #include "comm/transport/transport.h"
 #include "comm/transport/ucx/library.h"
@@ -149,7 +149,7 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* transports: the names of those that are always registered */
+/* transports: the names of those always registered */
 static int
 add_transports(PyObject *module)
 {

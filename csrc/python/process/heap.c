@@ -1,18 +1,18 @@
-/* One heap for the threads of which one works at a time.
+/* One heap for threads working one at a time.
  *
  * glibc gives each new thread a heap of its own, up to eight for each core, so that
- * threads do not wait for each other.  Ours do not allocate at the same time; but a
- * tensor that one worker makes and another frees would leave its memory with the first,
- * unused: a rank then holds twice what it needs (benchmarks/memory.py).
+ * threads do not wait for each other.  Ours do not allocate at the same time.  But a
+ * tensor made by one worker and freed by another would leave its memory with the first,
+ * unused: a rank then holds twice its need (benchmarks/memory.py).
  *
  * The heap keeps its pages.  Left to itself glibc gives them back when a backward has
  * freed enough and takes them again in the next forward: 7,500 page faults a step, 5 %
  * of its time, in benchmarks/pipeline.py.
  *
- * MKL keeps scratch memory for each thread that multiplied, 5 to 10 MiB in each worker.
- * To take it anew costs nothing that can be measured.
+ * MKL keeps scratch memory for each thread with a product, 5 to 10 MiB in each worker.
+ * Taking it anew has no measurable cost.
  */
-#define _GNU_SOURCE 1 /* RTLD_NOLOAD; the 1 is that of pyconfig.h in Python 3.10 */
+#define _GNU_SOURCE 1 /* RTLD_NOLOAD; 1 as in pyconfig.h of Python 3.10 */
 #include "python/process/heap.h"
 
 #include <dlfcn.h>
@@ -22,7 +22,7 @@
 #    include <malloc.h>
 #endif
 
-/* Blocks above this have pages of their own, always fresh; the most that glibc takes.
+/* Larger blocks have pages of their own, always fresh; the maximum of glibc.
  */
 #define MMAP_THRESHOLD (32 << 20)
 
@@ -36,7 +36,7 @@ smp_heap_give_scratch(void)
     }
 }
 
-/* mkl_thread_free_buffers() of the MKL inside libtorch, which has been loaded. */
+/* mkl_thread_free_buffers() of the MKL inside the loaded libtorch. */
 static void
 find_scratch(void)
 {
@@ -46,9 +46,9 @@ find_scratch(void)
     memcpy(&give_scratch, &found, sizeof(found)); /* ISO C has no cast for this */
 }
 
-/* share_heap(): all threads that begin to allocate from here on share one heap, which
- * keeps its pages.  What the user chose (MALLOC_ARENA_MAX and others) stays, and so
- * does another C library's way. */
+/* share_heap(): all threads with their first allocation from here on share one heap,
+ * which keeps its pages.  The user's choice (MALLOC_ARENA_MAX and others) stays, and
+ * another C library's way. */
 static PyObject *
 py_share_heap(PyObject *module, PyObject *unused)
 {
@@ -68,7 +68,7 @@ py_share_heap(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* trim_heap(): gives the system back the pages that hold nothing. */
+/* trim_heap(): gives empty pages back to the system. */
 static PyObject *
 py_trim_heap(PyObject *module, PyObject *unused)
 {

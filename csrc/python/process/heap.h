@@ -10,8 +10,8 @@
 /* Adds share_heap() and trim_heap().  0, or -1 with an exception. */
 int smp_heap_add_functions(PyObject *module);
 
-/* What the math library keeps for this thread's next product goes back to the heap; for
- * a thread that lets another one work. */
+/* The math library's memory for this thread's next product goes back to the heap; for a
+ * thread about to let another one work. */
 void smp_heap_give_scratch(void);
 
 #endif

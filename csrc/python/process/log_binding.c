@@ -31,7 +31,7 @@ log_rank(PyObject *module, PyObject *arg)
     Py_RETURN_NONE;
 }
 
-/* take_warning() -> the text that waits, or None */
+/* take_warning() -> the kept text, or None */
 static PyObject *
 take_warning(PyObject *module, PyObject *unused)
 {

@@ -1,7 +1,7 @@
 /* Handlers run on the main thread alone; elsewhere nothing is ever raised. */
 #include "python/process/signals.h"
 
-/* Whether a signal's handler has raised, asked without the GIL by whoever waits. */
+/* Whether a signal's handler has raised, asked without the GIL by a waiting thread. */
 static bool
 has_raised(void *arg)
 {

@@ -1,4 +1,4 @@
-/* Waits of the C core that a Python signal handler may end by raising (Ctrl-C). */
+/* Waits of the C core, ended by a raising Python signal handler (Ctrl-C). */
 #ifndef SMP_PYTHON_PROCESS_SIGNALS_H
 #define SMP_PYTHON_PROCESS_SIGNALS_H
 
@@ -7,7 +7,7 @@
 
 #include "common/deadline.h"
 
-/* How often Python's signals are looked at in a wait without the GIL. */
+/* The interval of looks at Python's signals in a wait without the GIL. */
 #define SMP_SIGNALS_NS (50 * SMP_NS_PER_MS)
 
 typedef struct {
@@ -16,9 +16,9 @@ typedef struct {
     bool           raised;
 } smp_signal_asker;
 
-/* Releases the GIL for a wait that ends at deadline_ns, or when a handler raises:
- * then with SMP_ERR_INTERRUPTED, and the exception is set.  `asker` is borrowed until
- * smp_signals_end(), which takes the GIL again, on the same thread. */
+/* Releases the GIL for a wait until deadline_ns, or until a handler raises: then with
+ * SMP_ERR_INTERRUPTED, and the exception is set.  `asker` is borrowed until
+ * smp_signals_end(): it takes the GIL again, on the same thread. */
 smp_deadline smp_signals_begin(smp_signal_asker *asker, int64_t deadline_ns);
 void         smp_signals_end(smp_signal_asker *asker);
 

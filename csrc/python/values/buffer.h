@@ -1,7 +1,7 @@
 /* Memory that grows: bytes in a row, and arrays of pointers.
  *
  * Threads  The GIL is held.
- * Errors   0, or -1 with MemoryError; what was there stays as it was.
+ * Errors   0, or -1 with MemoryError and the old contents.
  */
 #ifndef SMP_PYTHON_VALUES_BUFFER_H
 #define SMP_PYTHON_VALUES_BUFFER_H
@@ -25,8 +25,8 @@ int smp_buffer_reserve(smp_buffer *buffer, size_t more);
 /* Appends them. */
 int smp_buffer_put(smp_buffer *buffer, const void *bytes, size_t nbytes);
 
-/* Makes room for one more element behind `count` in an array of pointers, whose address
- * `array` has: NULL, or malloc's. */
+/* Makes room for one more element behind `count` in an array of pointers; `array` is
+ * the address of its pointer: NULL, or malloc's. */
 int smp_array_reserve(void *array, size_t count, size_t *room);
 
 #endif

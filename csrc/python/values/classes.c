@@ -1,4 +1,4 @@
-/* What classes say of their instances, and classes by name. */
+/* The kinds of classes, and classes by name. */
 #include "python/values/classes.h"
 
 #include "python/values/torch_api.h"

@@ -1,4 +1,4 @@
-/* Classes of values: how they travel by name, and what their instances are made of.
+/* Classes of values: their travel by name, and the parts of their instances.
  *
  * Threads  The GIL is held.
  */
@@ -14,16 +14,16 @@
  * everything there, and is no container of C. */
 bool smp_is_plain_class(PyTypeObject *type);
 
-/* What makes an instance of a subclass of tuple from its items. */
+/* The constructor of a subclass of tuple from its items. */
 typedef enum {
-    SMP_TUPLE_OTHER,    /* nothing that is known */
+    SMP_TUPLE_OTHER,    /* none known */
     SMP_TUPLE_NAMED,    /* tuple.__new__, past the class's own */
     SMP_TUPLE_SEQUENCE, /* a call: a struct sequence, such as torch's results */
 } smp_tuple_kind;
 
 smp_tuple_kind smp_tuple_kind_of(PyTypeObject *type);
 
-/* The class of that module and qualified name (new), both str; its module is looked up
+/* The class by its module and qualified name (new), both str; the module is looked up
  * or imported.  NULL with an exception. */
 PyObject *smp_find_class(PyObject *module_name, PyObject *name);
 

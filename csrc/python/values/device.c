@@ -2,7 +2,7 @@
 #include "python/values/device.h"
 
 #include "comm/device/port.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "python/values/rank_names.h"
 #include "python/values/unpack.h"
 

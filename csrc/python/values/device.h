@@ -6,19 +6,18 @@
 #ifndef SMP_PYTHON_VALUES_DEVICE_H
 #define SMP_PYTHON_VALUES_DEVICE_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/values/tensor.h"
 
-/* Whether the driver has this device: CUDA's, or one that the tests have put beside the
- * driver's stand-in. */
+/* Whether the driver has this device: CUDA's, or one of the tests beside the driver's
+ * stand-in. */
 bool smp_device_is_drivers(dl_device device);
 
-/* The stream that the calling thread tells its work on the device.  0, or -1 with an
- * exception. */
+/* The calling thread's current stream on the device.  0, or -1 with an exception. */
 int smp_device_stream(dl_device device, void **stream);
 
 /* A new tensor of PyTorch's own memory: so many elements in a row; NULL with an
- * exception, which says what it was for. */
+ * exception naming its purpose. */
 PyObject *smp_device_allocate(dl_device device, dl_dtype dtype, int64_t length,
                               const char *what);
 
@@ -27,8 +26,8 @@ PyObject *smp_device_allocate(dl_device device, dl_dtype dtype, int64_t length,
 int smp_device_pack(smp_comm *comm, int dest, const dl_tensor *t, uint64_t bytes,
                     smp_block **out);
 
-/* A new tensor on this rank's device with the elements of the meta's span in a row,
- * from a block on a device that came from `source`; takes the block. */
+/* A new tensor on this rank's device with the elements of the meta's span in a row.
+ * Takes the block: a device's, received from `source`. */
 PyObject *smp_device_unpack(smp_comm *comm, int source, smp_block *block,
                             const smp_tensor_meta *meta);
 

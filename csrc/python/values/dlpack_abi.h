@@ -1,5 +1,5 @@
-/* The part of DLPack 1.3 that travels between binaries: struct layouts and the table
- * that torch.Tensor.__dlpack_c_exchange_api__ points to.
+/* The part of DLPack 1.3 between binaries: struct layouts and the table behind
+ * torch.Tensor.__dlpack_c_exchange_api__.
  *
  * Source: dlpack.h 1.3 (https://github.com/dmlc/dlpack), the layouts only.
  */

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/values/error.h"
 #include "python/values/rank_names.h"
 #include "python/values/registry.h"
 #include "python/values/wire.h"
@@ -26,14 +27,13 @@ int
 smp_pack_raise_unsent(const smp_pack *pack, smp_status status)
 {
     if (status == SMP_ERR_CLOSED) {
-        PyErr_Format(PyExc_ConnectionError,
-                     "smp: %s has left the job in order, and this rank still "
-                     "needs it: all ranks must make the same number of steps [%s]",
-                     smp_rank_name(pack->dest), smp_status_name(status));
+        (void)smp_error_raise(smp_error_of_peer, status, NULL,
+                              "smp: %s has left the job in order, and this rank still "
+                              "needs it: all ranks must make the same number of steps",
+                              smp_rank_name(pack->dest));
     } else {
-        PyErr_Format(PyExc_ConnectionError, "smp: sending to %s: %s [%s]",
-                     smp_rank_name(pack->dest), smp_status_text(status),
-                     smp_status_name(status));
+        (void)smp_error_raise(smp_error_of_peer, status, NULL, "smp: sending to %s: %s",
+                              smp_rank_name(pack->dest), smp_status_text(status));
     }
     return -1;
 }
@@ -51,7 +51,7 @@ smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *reques
 void
 smp_pack_fini(smp_pack *pack)
 {
-    if (pack->staged) { /* never sent: nobody may have the blocks before */
+    if (pack->staged) { /* never sent: no reader may have the blocks before */
         PyObject *type;
         PyObject *value;
         PyObject *traceback;
@@ -84,7 +84,7 @@ smp_pack_fini(smp_pack *pack)
     free(pack->data.at);
 }
 
-/* Writes everything behind `head` bytes that are left free, into one buffer. */
+/* Writes everything behind `head` free bytes, into one buffer. */
 static int
 join(smp_pack *pack, size_t head, smp_buffer *out)
 {

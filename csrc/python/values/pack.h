@@ -1,15 +1,15 @@
-/* Python values into a message: what is being written, and how it is sent.  Values are
- * added by pack_value.h, tensors by pack_tensor.h.
+/* Python values into a message: its parts, and the sending.  Values are added by
+ * pack_value.h, tensors by pack_tensor.h.
  *
  * Ownership  A pack holds a reference to every tensor and object it has numbered, until
- *            fini: the caller needs them to write back what the callee changed.
+ *            fini: the caller needs them to write back the callee's changes.
  * Threads    The GIL is held.
- * Errors     An exception that names the type and what to do.
+ * Errors     An exception with the type's name and the remedy.
  */
 #ifndef SMP_PYTHON_VALUES_PACK_H
 #define SMP_PYTHON_VALUES_PACK_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/values/buffer.h"
 #include "python/values/ptrmap.h"
 #include "python/values/unpack.h"
@@ -40,16 +40,15 @@ typedef struct {
     int               depth;
     PyObject *laden;  /* borrowed: the first tensor of a subclass, or with attributes */
     bool      staged; /* a device may still be writing into blocks */
-    bool      graph;  /* tensors that require grad are written as such; without
-                         it none is */
+    bool graph; /* tensors with requires_grad are written as such; without it none is */
 } smp_pack;
 
 /* comm and request are borrowed until fini. */
 void smp_pack_init(smp_pack *pack, smp_comm *comm, int dest, const smp_unpack *request);
 void smp_pack_fini(smp_pack *pack);
 
-/* What the answer to a request that was packed may refer to; borrowed from the pack,
- * which nothing is added to meanwhile. */
+/* A packed request's objects for references in the answer; borrowed from the pack, with
+ * no additions meanwhile. */
 static inline smp_arguments
 smp_pack_arguments(const smp_pack *pack)
 {
@@ -57,17 +56,16 @@ smp_pack_arguments(const smp_pack *pack)
                            pack->nobjects};
 }
 
-/* Sends what was packed, after the envelope.  0, or -1 with an exception. */
+/* Sends the packed values, after the envelope.  0, or -1 with an exception. */
 int smp_pack_send(smp_pack *pack, const smp_envelope *envelope);
 
-/* What was packed, without the envelope, as bytes (new); for packs without a comm. */
+/* The packed values, without the envelope, as bytes (new); for packs without a comm. */
 PyObject *smp_pack_as_bytes(smp_pack *pack);
 
-/* Waits until the blocks hold what the device was told to write there.  0, or -1 with
- * an exception. */
+/* Waits for the device's writes into the blocks.  0, or -1 with an exception. */
 int smp_pack_wait_for_device(smp_pack *pack);
 
-/* Raises ConnectionError for what the comm says of the destination.  -1. */
+/* Raises ConnectionError for the comm's status of the destination.  -1. */
 int smp_pack_raise_unsent(const smp_pack *pack, smp_status status);
 
 #endif

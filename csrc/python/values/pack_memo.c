@@ -1,11 +1,10 @@
-/* Numbers instead of what they stand for. */
+/* Numbers in the place of objects. */
 #include "python/values/pack_memo.h"
 
 #include "python/values/pack_scalar.h"
 #include "python/values/registry.h"
 
-/* A parameter or buffer that this rank does not own goes by number: its data is
- * elsewhere. */
+/* A parameter or buffer of another rank goes by number: its data is elsewhere. */
 static int
 put_parameter(smp_pack *pack, PyObject *tensor, bool *done)
 {
@@ -24,7 +23,7 @@ put_parameter(smp_pack *pack, PyObject *tensor, bool *done)
     return 0;
 }
 
-/* An object that is there twice keeps the first number. */
+/* An object in the list twice keeps the first number. */
 static int
 number_all(smp_ptrmap *numbers, PyObject *const *objects, size_t n)
 {
@@ -40,7 +39,8 @@ number_all(smp_ptrmap *numbers, PyObject *const *objects, size_t n)
     return 0;
 }
 
-/* Before what the request holds is looked up.  All of it has been read by now. */
+/* Before a look-up among the request's objects.  All of the request has been read by
+ * now. */
 static int
 know_arguments(smp_pack *pack)
 {
@@ -56,8 +56,8 @@ know_arguments(smp_pack *pack)
     return number_all(&pack->argument_objects, request->objects, request->nobjects);
 }
 
-/* When the tensor is an argument of the request that this answers, changed or not, the
- * caller uses its own. */
+/* For an argument of the answered request, changed or not, the caller uses its own
+ * tensor. */
 static int
 put_argument_tensor(smp_pack *pack, PyObject *tensor, bool *done)
 {

@@ -1,7 +1,7 @@
-/* What a message names by number: objects that it has already, those of the request
- * that it answers, and the modules and parameters that every rank numbers alike.
+/* Objects sent by number: earlier ones of the message, those of the answered request,
+ * and the modules and parameters numbered alike on every rank.
  *
- * Ownership  The pack holds a reference to what it numbers, until fini.
+ * Ownership  The pack holds a reference to each numbered object, until fini.
  * Threads    The GIL is held.
  * Errors     0, or -1 with an exception.
  */
@@ -10,16 +10,15 @@
 
 #include "python/values/pack.h"
 
-/* Writes the number of a tensor that the other rank has: a parameter or buffer that
- * this rank does not own, or, changed or not, an argument of the request.  *done:
- * whether it is one. */
+/* Writes the number of a tensor of the other rank's: a parameter or buffer of another
+ * rank, or, changed or not, an argument of the request.  *done: whether it is one. */
 int smp_pack_tensor_there(smp_pack *pack, PyObject *tensor, bool *done);
 
 /* Writes the number of a module; *done: whether it has one. */
 int smp_pack_module(smp_pack *pack, PyObject *module, bool *done);
 
-/* Numbers an object that the callee could change; *done when it has a number already,
- * which is then written. */
+/* Numbers an object open to changes by the callee; *done when it has a number already,
+ * then written. */
 int smp_pack_object_once(smp_pack *pack, PyObject *object, bool *done);
 
 #endif

@@ -46,7 +46,7 @@ smp_pack_sized(smp_pack *pack, smp_tag tag, const void *bytes, size_t nbytes)
     return put(pack, bytes, nbytes);
 }
 
-/* A tag, and bytes whose number it tells. */
+/* A tag, and its fixed number of bytes. */
 static int
 put_fixed(smp_pack *pack, smp_tag tag, const void *bytes, size_t nbytes)
 {

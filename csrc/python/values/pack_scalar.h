@@ -1,4 +1,4 @@
-/* What a message has that holds no other value: tags, numbers, bytes and text.
+/* Scalars of a message: tags, numbers, bytes and text.
  *
  * Threads  The GIL is held.
  * Errors   0, or -1 with an exception.
@@ -11,16 +11,16 @@
 
 int smp_pack_tag(smp_pack *pack, smp_tag tag);
 
-/* A number that smp_unpack_u32() reads. */
+/* A number for smp_unpack_u32(). */
 int smp_pack_u32(smp_pack *pack, uint32_t number);
 
-/* A tag, and behind it a number; OverflowError when that is too large. */
+/* A tag, and behind it a number; OverflowError for a larger one than 32 bits. */
 int smp_pack_number(smp_pack *pack, smp_tag tag, size_t number);
 
 /* A tag, a size, and so many bytes. */
 int smp_pack_sized(smp_pack *pack, smp_tag tag, const void *bytes, size_t nbytes);
 
-/* An object of exactly that class. */
+/* An object of exactly the named class. */
 int smp_pack_int(smp_pack *pack, PyObject *value);
 int smp_pack_float(smp_pack *pack, PyObject *value);
 int smp_pack_complex(smp_pack *pack, PyObject *value);

@@ -22,7 +22,7 @@ put_inside(smp_pack *pack, const void *data, smp_tensor_meta *meta)
     return smp_buffer_put(&pack->data, data, (size_t)meta->bytes);
 }
 
-/* The block is the tensor's; the pack, which has room for it, takes it. */
+/* The block is the tensor's; the pack takes it, and has room for it. */
 static void
 add_block(smp_pack *pack, smp_block *block, smp_tensor_meta *meta)
 {
@@ -31,7 +31,7 @@ add_block(smp_pack *pack, smp_block *block, smp_tensor_meta *meta)
     pack->blocks[pack->nblocks++] = block;
 }
 
-/* A block for the tensor, which the pack owns. */
+/* A block for the tensor, owned by the pack. */
 static smp_block *
 make_block(smp_pack *pack, smp_tensor_meta *meta)
 {
@@ -115,7 +115,7 @@ put_in_pool(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta, bool *don
 }
 
 /* The same for a tensor on a device: its copy into a block goes on until
- * smp_pack_wait_for_device(), so that one wait does for all tensors of a message. */
+ * smp_pack_wait_for_device(), so one wait does for all tensors of a message. */
 static int
 put_device_bytes(smp_pack *pack, PyObject *tensor, const dl_tensor *t,
                  smp_tensor_meta *meta)
@@ -151,7 +151,7 @@ put_device_bytes(smp_pack *pack, PyObject *tensor, const dl_tensor *t,
     return failed ? -1 : 0;
 }
 
-/* `tensor` is what t describes. */
+/* t describes `tensor`. */
 static int
 put_described(smp_pack *pack, PyObject *tensor, const dl_tensor *t, bool requires_grad)
 {
@@ -284,7 +284,7 @@ grow_tensors(smp_pack *pack)
     return 0;
 }
 
-/* Whether Python code may have left something on the tensor that is not in its values.
+/* Whether the tensor may carry more from Python code than its values.
  */
 static bool
 is_laden(PyObject *tensor)
@@ -299,7 +299,7 @@ is_laden(PyObject *tensor)
     return dict != NULL && *dict != NULL && PyDict_GET_SIZE(*dict) > 0;
 }
 
-/* Numbers a tensor that is not numbered yet, with its bytes. */
+/* Numbers a new tensor, with its bytes. */
 static int
 add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
 {
@@ -328,7 +328,7 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
     return 0;
 }
 
-/* Of a parameter that tensor parallelism has split another rank gets the whole. */
+/* For a parameter split by tensor parallelism, another rank gets the whole. */
 static int
 add_whole(smp_pack *pack, PyObject *part, uint32_t *number)
 {

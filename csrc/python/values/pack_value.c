@@ -10,7 +10,7 @@
 
 /* ------------------------------------------------------------------- contents */
 
-/* To pack an item can run Python, which may change what holds it. */
+/* Packing an item can run Python code, and this may change the item's container. */
 static int
 raise_resized(PyObject *container)
 {
@@ -20,7 +20,7 @@ raise_resized(PyObject *container)
     return -1;
 }
 
-/* How many items it has, n, and then the items. */
+/* The number n of its items, and then the items. */
 static int
 put_iterable(smp_pack *pack, PyObject *iterable, Py_ssize_t n)
 {
@@ -48,7 +48,7 @@ put_iterable(smp_pack *pack, PyObject *iterable, Py_ssize_t n)
     return packed == n ? 0 : raise_resized(iterable);
 }
 
-/* An OrderedDict has an order of its own, which move_to_end changes. */
+/* An OrderedDict has an order of its own, changed by move_to_end. */
 static int
 put_ordered_pairs(smp_pack *pack, PyObject *dict)
 {
@@ -209,7 +209,7 @@ put_pickle(smp_pack *pack, PyObject *value)
 
 /* ---------------------------------------------------------- immutable containers */
 
-/* 1 for a subclass that only pickle knows. */
+/* 1 for a subclass known only to pickle. */
 static int
 put_tuple(smp_pack *pack, PyObject *value)
 {
@@ -246,7 +246,7 @@ put_slice(smp_pack *pack, PyObject *value)
 
 /* ----------------------------------------------------------------- by their types */
 
-/* Values whose type is exactly one of Python's own; 1 when it is not. */
+/* Values of exactly one of Python's own types; 1 for another type. */
 static int
 put_builtin(smp_pack *pack, PyObject *value)
 {

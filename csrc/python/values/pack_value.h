@@ -1,7 +1,7 @@
-/* Python values into a message: one walk, no pickle for what the wire knows.
+/* Python values into a message: one walk, no pickle for types of the wire.
  *
  * Threads  The GIL is held.
- * Errors   0, or -1 with an exception that names the type and what to do.
+ * Errors   0, or -1 with an exception with the type's name and the remedy.
  */
 #ifndef SMP_PYTHON_VALUES_PACK_VALUE_H
 #define SMP_PYTHON_VALUES_PACK_VALUE_H

@@ -1,6 +1,6 @@
 #include "python/values/rank_names.h"
 
-static PyObject    *kept;  /* owned: the tuple that has the text of all names */
+static PyObject    *kept;  /* owned: the tuple with the text of all names */
 static const char **names; /* owned: by rank */
 
 bool

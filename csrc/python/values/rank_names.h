@@ -1,7 +1,7 @@
-/* What messages call the ranks of the session's comm: "pp_rank 1"; where that is
- * several ranks of the job "rank 3 (pp_rank 1)", "rank 3 (tp_rank 0, pp_rank 1)".
+/* The names in messages of the ranks of the session's comm: "pp_rank 1"; if the job has
+ * several of these "rank 3 (pp_rank 1)", "rank 3 (tp_rank 0, pp_rank 1)".
  *
- * Threads  whoever has the GIL.
+ * Threads  any, with the GIL.
  */
 #ifndef SMP_PYTHON_VALUES_RANK_NAMES_H
 #define SMP_PYTHON_VALUES_RANK_NAMES_H
@@ -15,7 +15,7 @@
  * another number than `size`, no str, or no memory; the names are as they were. */
 bool smp_rank_names_keep(PyObject *tuple, int size);
 
-/* Of a rank of the comm.  Borrowed until the next smp_rank_names_keep(). */
+/* The name of a rank of the comm.  Borrowed until the next smp_rank_names_keep(). */
 const char *smp_rank_name(int rank);
 
 /* All, by rank; likewise. */

@@ -1,4 +1,4 @@
-/* The numbers that all ranks agree on. */
+/* The numbers common to all ranks. */
 #include "python/values/registry.h"
 
 smp_registry_table smp_registry;

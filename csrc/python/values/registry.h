@@ -1,5 +1,5 @@
-/* What every rank numbers alike: modules, parameters, and Python functions that the
- * codec asks for what C does not know.
+/* Objects numbered alike on every rank: modules, parameters, and the codec's Python
+ * functions for types unknown to C.
  *
  * Threads  The GIL is held.
  */
@@ -13,11 +13,11 @@
 #include <stdint.h>
 
 typedef struct {
-    int       rank;              /* this pp_rank */
-    PyObject *modules;           /* list of modules, by number */
-    PyObject *module_numbers;    /* dict: module address -> number */
-    PyObject *parameters;        /* list of parameters, by number; then of buffers that
-                                    change: those of this rank as (dict, name) */
+    int       rank;           /* this pp_rank */
+    PyObject *modules;        /* list of modules, by number */
+    PyObject *module_numbers; /* dict: module address -> number */
+    PyObject *parameters; /* list of parameters, by number; then of changing buffers:
+                             this rank's as (dict, name) */
     PyObject *parameter_owners;  /* list of pp_ranks, by number */
     PyObject *parameter_numbers; /* dict: parameter address -> number */
     PyObject *parameter_names;   /* list of paths, by number */
@@ -26,9 +26,9 @@ typedef struct {
     PyObject *dense;             /* tensor -> dense copy */
     PyObject *split_tensor;      /* class of this tp_rank's slices; NULL: none */
     PyObject *whole;             /* one of those -> whole tensor, by a collective */
-    PyObject *unsendable;        /* tensor, PyTorch's error -> what to say of it */
+    PyObject *unsendable;        /* tensor, PyTorch's error -> the message */
     PyObject *stage_out;  /* tensor, host memory: begins to copy its span there */
-    PyObject *stage_wait; /* waits for what stage_out began */
+    PyObject *stage_wait; /* waits for the copies of stage_out */
     PyObject *stage_in;   /* host memory, shape, strides -> tensor on the device */
     PyObject
         *stage_placed; /* elements in a row on a device, shape, strides -> tensor */
@@ -36,8 +36,8 @@ typedef struct {
 
 extern smp_registry_table smp_registry;
 
-/* Gives the object a number in `numbers`, by its address: one that is there twice has
- * the last.  0, or -1 with an exception. */
+/* Gives the object a number in `numbers`, by its address: an object added twice has the
+ * last.  0, or -1 with an exception. */
 int smp_registry_add(PyObject *numbers, const void *address, Py_ssize_t number);
 
 /* The number of the object in `numbers`, or -1.  No exception is left. */

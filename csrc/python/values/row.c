@@ -1,10 +1,10 @@
-/* Dtypes, and which tensors are rows. */
+/* Dtypes, and the test for a row. */
 #include "python/values/row.h"
 
 #include "python/values/tensor.h"
 
-/* What is not a number of ours travels as bytes, and two reals are a complex: its kind
- * tells it apart from those. */
+/* Another dtype travels as bytes, and a complex as two reals: the kind tells it apart
+ * from those. */
 static void
 see_dtype(dl_dtype dtype, smp_row *out)
 {
@@ -68,7 +68,7 @@ is_dense(const dl_tensor *t)
     return true;
 }
 
-/* Where a tensor is to be; in words, too. */
+/* The place for a tensor; in words, too. */
 typedef enum { IN_HOST_MEMORY, ON_A_DEVICE, ANYWHERE } whereabouts;
 
 static const char *const places[] = {" in host memory", " on a device", ""};

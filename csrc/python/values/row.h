@@ -19,7 +19,7 @@
 
 typedef struct {
     smp_dtype dtype;
-    smp_kind  kind;  /* what the tensor's elements are; 0: of dtype, */
+    smp_kind  kind;  /* of the tensor's elements; 0: of dtype, */
     size_t    per;   /* ... else so many of these */
     bool      sums;  /* they may be added up, */
     bool      all;   /* and all else be done with them */

@@ -1,7 +1,7 @@
-/* Whether an object was changed in place since a moment, as its callee may do.
+/* The test for an object's change in place since its snapshot, as by a callee.
  *
- * A snapshot is a shallow copy of what in-place changes would change, or the pickle of
- * an object that nothing else describes.
+ * A snapshot is a shallow copy of the parts open to changes in place, or the pickle of
+ * an object without other means.
  *
  * Threads  The GIL is held.
  */
@@ -13,11 +13,11 @@
 
 #include <stdbool.h>
 
-/* Of a list, dict, set or plain object (new); NULL with an exception. */
+/* The snapshot of a list, dict, set or plain object (new); NULL with an exception. */
 PyObject *smp_snapshot(PyObject *object);
 
-/* Of an object that came as a pickle (new); NULL without an exception: it cannot be
- * pickled again, and is not watched. */
+/* The snapshot of an object from a pickle (new); NULL without an exception: it cannot
+ * be pickled again, and is not watched. */
 PyObject *smp_snapshot_pickle(PyObject *object);
 
 /* Whether the object came as a pickle; false for NULL. */

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* What keeps a wrapped tensor's description and memory alive. */
+/* A wrapped tensor's description, and the owner of its memory. */
 typedef struct {
     dl_managed managed; /* first: the deleter gets its address */
     void (*release)(void *owner);
@@ -93,8 +93,8 @@ err:
     return -1;
 }
 
-/* Takes the holder.  When torch refuses, it has called the deleter or has not: that
- * depends on how far it came. */
+/* Takes the holder.  A refusal of torch's may come before or after its call of the
+ * deleter. */
 static PyObject *
 to_python(holder *h)
 {
@@ -163,7 +163,7 @@ PyObject *
 smp_tensor_copy_of(const smp_tensor_meta *meta, const int64_t *shape,
                    const int64_t *strides, const void *data)
 {
-    enum { ALIGN = 64 }; /* what torch's own allocator gives */
+    enum { ALIGN = 64 }; /* as in torch's own allocator */
     holder *h = make_holder(meta, shape, strides, (size_t)meta->bytes + ALIGN);
 
     if (h == NULL) {

@@ -1,7 +1,7 @@
 /* Tensors between PyTorch and memory of ours, by DLPack, without a copy.
  *
- * Threads  The GIL is held, except in a tensor's release function, which may run in
- *          any thread without it.
+ * Threads  The GIL is held, except in a tensor's release function: it may run in any
+ *          thread without the GIL.
  */
 #ifndef SMP_PYTHON_VALUES_TENSOR_H
 #define SMP_PYTHON_VALUES_TENSOR_H
@@ -32,8 +32,8 @@ smp_element_bytes(dl_dtype dtype)
 uint64_t smp_tensor_span(const dl_tensor *t);
 
 /* The tensor's pointer (in its device's memory), shape and strides, until control
- * returns to Python.  `*held` is a new reference to what `out` describes: `tensor`, or
- * what resolves its conjugate or negative view.  0, or -1 with an exception. */
+ * returns to Python.  `*held` is a new reference to the tensor in `out`: `tensor`, or
+ * the resolved one of its conjugate or negative view.  0, or -1 with an exception. */
 int smp_tensor_borrow(PyObject *tensor, dl_tensor *out, PyObject **held);
 
 /* A new tensor over `data` (host memory), with the meta's shape and strides.  release(

@@ -1,4 +1,4 @@
-/* Looking PyTorch up once, so that the hot path makes no attribute chains. */
+/* The look-up of PyTorch's objects, once: the hot path follows no attribute chains. */
 #include "python/values/torch_api.h"
 
 smp_torch_api   smp_torch;
@@ -133,6 +133,7 @@ smp_torch_load(void)
          "autograd.Variable._execution_engine.run_backward"},
         {(void **)&smp_torch.generator, "default_generator"},
         {(void **)&smp_torch.set_multithreading, "_C._set_multithreading_enabled"},
+        {(void **)&smp_torch.backend_error, "distributed.DistBackendError"},
     };
 
     if (smp_torch.torch != NULL) {

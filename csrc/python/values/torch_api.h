@@ -1,4 +1,4 @@
-/* What of PyTorch the binding calls, looked up once.
+/* PyTorch's objects for the binding, looked up once.
  *
  * Threads  Written by smp_torch_load() under the GIL; read with the GIL held.
  */
@@ -28,6 +28,7 @@ typedef struct {
     PyObject          *run_backward; /* the engine's */
     PyObject          *generator;    /* the default CPU generator */
     PyObject          *set_multithreading;
+    PyObject          *backend_error; /* torch.distributed.DistBackendError */
 } smp_torch_api;
 
 extern smp_torch_api smp_torch;

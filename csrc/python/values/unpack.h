@@ -1,22 +1,22 @@
-/* A message back into Python values: what is being read, and its end.
+/* A message back into Python values: the message, and its end.
  *
- * Two steps: the tensors (unpack_tensor.h), then the values that hold them
+ * Two steps: the tensors (unpack_tensor.h), then the values around them
  * (unpack_value.h); in between the tensors may be exchanged (for the outputs of an
- * autograd node).  Every length and number is checked: bytes that no pack wrote give
+ * autograd node).  Every length and number is checked: bytes from no pack raise
  * ValueError.
  *
- * Ownership  An unpack takes its message, and owns the tensors and objects it made
- *            until fini; values returned are new references.
+ * Ownership  An unpack takes its message, and owns its tensors and objects until fini;
+ *            returned values are new references.
  * Threads    The GIL is held.
  * Errors     An exception.
  */
 #ifndef SMP_PYTHON_VALUES_UNPACK_H
 #define SMP_PYTHON_VALUES_UNPACK_H
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 #include "python/values/tensor.h"
 
-/* What was sent with a request, by number: what its answer may refer to. */
+/* A request's tensors and objects by number, for references in its answer. */
 typedef struct {
     PyObject *const *tensors; /* borrowed, as objects */
     size_t           ntensors;
@@ -32,7 +32,7 @@ typedef struct {
     const uint8_t       *values_end;
     const uint8_t       *data;
     uint64_t             data_bytes;
-    const smp_arguments *request;       /* borrowed: of what this answers, or NULL */
+    const smp_arguments *request;       /* borrowed: the answered request's, or NULL */
     PyObject           **tensors;       /* owned references, by number */
     uint8_t             *requires_grad; /* by number */
     size_t               ntensors;
@@ -45,7 +45,7 @@ typedef struct {
     int        depth;
 } smp_unpack;
 
-/* After smp_unpack_init(), also where that failed. */
+/* After smp_unpack_init(), also after its failure. */
 void smp_unpack_fini(smp_unpack *unpack);
 
 /* Raises ValueError: the message is no pack's, for a reason as PyErr_Format() has it.

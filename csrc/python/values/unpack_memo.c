@@ -1,4 +1,4 @@
-/* Numbers into what they stand for. */
+/* Numbers back into objects. */
 #include "python/values/unpack_memo.h"
 
 #include <stdlib.h>
@@ -28,8 +28,8 @@ item(PyObject *list, uint32_t number)
     return element(PySequence_Fast_ITEMS(list), (size_t)PyList_GET_SIZE(list), number);
 }
 
-/* A parameter of this rank; or a buffer, whose place the list has: the dict and the
- * name of whichever tensor is there now. */
+/* A parameter of this rank; or a buffer, by its place in the list: the dict and the
+ * name of the present tensor. */
 static PyObject *
 parameter(uint32_t number)
 {

@@ -15,7 +15,7 @@ release_block(void *owner)
     smp_block_release(owner);
 }
 
-/* A span that matches shape and strides, and that lies inside its block or data. */
+/* Checks a span against shape and strides, and against its block or data. */
 static int
 check_meta(const smp_unpack *unpack, const smp_tensor_meta *meta, int64_t *shape,
            int64_t *strides)
@@ -106,7 +106,7 @@ lay_out(PyObject *stage, PyObject *row, const smp_tensor_meta *meta,
 }
 
 /* A tensor on this rank's device, out of the sender's device pool, or through host
- * memory, which stage_in keeps until the device has read it. */
+ * memory: stage_in keeps that until the device has read it. */
 static PyObject *
 make_device_tensor(smp_unpack *unpack, const smp_tensor_meta *meta,
                    const int64_t *shape, const int64_t *strides)

@@ -13,10 +13,10 @@
 int smp_unpack_init(smp_unpack *unpack, smp_comm *comm, smp_message *message,
                     const smp_arguments *request, bool watch, bool copy);
 
-/* The same for what smp_pack_as_bytes() gave, borrowed until fini. */
+/* The same for bytes of smp_pack_as_bytes(), borrowed until fini. */
 int smp_unpack_init_bytes(smp_unpack *unpack, const void *bytes, size_t nbytes);
 
-/* A list (new) of the tensors that came as requiring grad, in their order. */
+/* A list (new) of the tensors sent as requiring grad, in their order. */
 PyObject *smp_unpack_in_graph(const smp_unpack *unpack);
 
 /* Puts the items of a tuple, as many, in the place of those. */

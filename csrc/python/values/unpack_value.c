@@ -138,7 +138,7 @@ smp_unpack_contents_into(smp_unpack *unpack, PyObject *object)
 
 /* -------------------------------------------------------------------- objects */
 
-/* The class that module and qualified name in the message stand for. */
+/* The class by the message's module and qualified name. */
 static PyObject *
 take_class(smp_unpack *unpack)
 {
@@ -156,7 +156,7 @@ take_class(smp_unpack *unpack)
     return found;
 }
 
-/* What a defaultdict calls for a key that it does not have. */
+/* A defaultdict's factory of missing values. */
 static int
 read_factory(smp_unpack *unpack, PyObject *object)
 {
@@ -172,7 +172,7 @@ read_factory(smp_unpack *unpack, PyObject *object)
     return failed;
 }
 
-/* Whether instances of the class are what the tag says. */
+/* Whether the class's instances are of the tag's kind. */
 static bool
 fits(PyTypeObject *cls, smp_tag tag)
 {
@@ -236,7 +236,7 @@ take_object(smp_unpack *unpack, smp_tag tag)
     return object;
 }
 
-/* What loads() makes of the bytes and what stands beside them. */
+/* The object from loads(), of the bytes and the tensors beside them. */
 static PyObject *
 load_pickle(smp_unpack *unpack)
 {

@@ -12,7 +12,7 @@
 PyObject *smp_unpack_value(smp_unpack *unpack);
 
 /* Replaces the contents of a list, dict, set or object by the next contents in the
- * message, which smp_pack_contents() wrote. */
+ * message, from smp_pack_contents(). */
 int smp_unpack_contents_into(smp_unpack *unpack, PyObject *object);
 
 #endif

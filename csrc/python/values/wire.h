@@ -1,12 +1,12 @@
-/* What a message looks like between the envelope and its end.
+/* The layout of a message between the envelope and its end.
  *
  *     envelope | sizes | tensor metas | values | bytes of small tensors
  *
- * and one block for the bytes of each large tensor.  A value is one tag byte and what
- * the tag says; containers nest.  Tensors are numbered by first occurrence, and so
- * are the objects that a callee may change in place; a second occurrence is a
+ * and one block for the bytes of each large tensor.  A value is one tag byte and the
+ * tag's content; containers nest.  Tensors are numbered by first occurrence, and so are
+ * the objects open to changes in place by a callee.  A second occurrence is a
  * reference, so one object arrives as one.  Nothing here is executable: no pickle, but
- * for TAG_PICKLE, which carries types that nothing else describes.
+ * for TAG_PICKLE, for types without another tag.
  */
 #ifndef SMP_PYTHON_VALUES_WIRE_H
 #define SMP_PYTHON_VALUES_WIRE_H
@@ -36,7 +36,7 @@ typedef enum {
     TAG_MODULE,    /* number of the module on every rank */
     TAG_PARAMETER, /* number of the parameter or buffer, of another rank than the sender
                     */
-    /* What a callee may change in place; numbered in this order. */
+    /* Objects open to changes in place by a callee; numbered in this order. */
     TAG_PICKLE,    /* bytes, list of the tensors inside; a change cannot travel back */
     TAG_LIST,      /* size, values */
     TAG_DICT,      /* size, pairs */
@@ -46,7 +46,7 @@ typedef enum {
     TAG_OBJECT,    /* any class with a __dict__: class, __dict__ */
     TAG_DEFAULTED, /* collections.defaultdict or a subclass: class, default_factory,
                       then as TAG_MAPPED */
-    TAG_SEEN,      /* number of an object that stands earlier in this message */
+    TAG_SEEN,      /* number of an earlier object of this message */
     /* In a response: the caller's own argument. */
     TAG_ARGUMENT_TENSOR, /* number of the tensor in the request */
     TAG_ARGUMENT_OBJECT, /* number of the object in the request */

@@ -11,7 +11,7 @@ from smp.tensor_parallel import plans
 
 
 def split_attention(attention: Any, path: str) -> None:
-    """A ``BertAttention``; the residual is added outside of what gathers."""
+    """A ``BertAttention``; the residual is added outside of its gather."""
     source = "encoder_hidden_states" if attention.is_cross_attention else "hidden_states"
     plans.attention(
         attention,
@@ -55,7 +55,7 @@ NAMES = Translation(
 
 
 def options(encoder: Any) -> dict[str, Any]:
-    """Of the ``DistributedTransformer`` in the place of a ``BertEncoder`` or alike."""
+    """The options of a ``DistributedTransformer`` in place of a ``BertEncoder`` or alike."""
     config = encoder.config
     crosses = config.add_cross_attention
     forms.wants(not crosses, "add_cross_attention", crosses)

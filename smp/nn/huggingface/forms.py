@@ -1,9 +1,9 @@
-"""Distributed modules in the place of Hugging Face's: for scripts that reach for their names.
+"""Distributed modules in the place of Hugging Face's, for scripts with the names of these.
 
-The newest transformers are split in place.  What scripts of transformers before 4.27 expect
-(``.transformer.seq_layers``, ``.attention``, ``.output``), and what
-``smp.tensor_parallelism(replace=True)`` asks for, is a distributed module with the original's
-weights, arguments and results.
+The newest transformers are split in place.  Scripts for transformers before 4.27 use
+``.transformer.seq_layers``, ``.attention`` and ``.output``.  For them, and for
+``smp.tensor_parallelism(replace=True)``, a distributed module has the original's weights,
+arguments and results.
 """
 
 import functools
@@ -33,12 +33,12 @@ _OF_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 @dataclass(frozen=True)
 class Form:
-    """What takes the place of a class of transformers.
+    """A distributed module for the place of a class of transformers.
 
     Attributes:
         dist_module: a class of ``smp.nn``.
         options: from the original module to the keyword arguments of ``dist_module``.
-        call: ``call(module, forward, arguments)`` returns what the original would, by
+        call: ``call(module, forward, arguments)`` returns the original's result, by
             ``forward(tuple)``, the distributed module's own.
         to_ours, to_hugging_face: between the state dicts of original and ``dist_module``.
         packed_by_heads: whether they take ``num_attention_heads``.
@@ -57,9 +57,9 @@ class Form:
         Collective over the TP_GROUP.
 
         Raises:
-            NotImplementedError: an option of the original that the distributed module lacks;
-                and errors as of ``replacement.take_over``.
-            ValueError: the original has parameters of which ``dist_module`` knows nothing.
+            NotImplementedError: the distributed module lacks an option of the original; and
+                errors as of ``replacement.take_over``.
+            ValueError: the original has parameters unknown to ``dist_module``.
         """
         config: Any = original.config
         refuse(
@@ -88,8 +88,8 @@ class Form:
         """The distributed module, with new weights.  Collective over the TP_GROUP.
 
         Args:
-            original: what it takes the place of.
-            config: what the original was marked with; of its keys those that are options.
+            original: the module to replace.
+            config: the original's marks; options among its keys are used.
         """
         accepted = inspect.signature(self.dist_module.__init__).parameters
         chosen = {key: value for key, value in config.items() if key in accepted}
@@ -119,7 +119,8 @@ class Form:
 def _tie_head(model: Any) -> None:
     """Have the head's weight be the embedding's, as the configuration says.
 
-    Scripts that switch ``PreTrainedModel.init_weights`` off have two: it is what ties them.
+    Scripts with ``PreTrainedModel.init_weights`` switched off have two: that function ties
+    them.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
@@ -158,13 +159,13 @@ def _activation(original: nn.Module, configured: Any) -> Any:
 
 
 def heads_of_the_model(given: int | None) -> int | None:
-    """The number of attention heads: what is given, or the latest wrapped model's."""
+    """The number of attention heads: the given one, or the latest wrapped model's."""
     config = getattr(state.model, "config", None) if given is None else None
     return given if config is None else getattr(config, "num_attention_heads", None)
 
 
 def options_of_a_layer(config: Any) -> dict[str, Any]:
-    """What all families' configurations call the same."""
+    """Options under one name in all families' configurations."""
     size, heads = config.hidden_size, config.num_attention_heads
     return {
         "num_attention_heads": heads,
@@ -176,7 +177,7 @@ def options_of_a_layer(config: Any) -> dict[str, Any]:
 
 
 def options_of_an_encoder(config: Any) -> dict[str, Any]:
-    """What all encoders' configurations do, of a ``DistributedTransformer``."""
+    """Options common to all encoders' configurations, for a ``DistributedTransformer``."""
     return {
         **options_of_a_layer(config),
         "num_layers": config.num_hidden_layers,
@@ -189,7 +190,7 @@ def options_of_an_encoder(config: Any) -> dict[str, Any]:
 
 
 def options_of_a_language_model(config: Any) -> dict[str, Any]:
-    """What all GPTs' configurations do, of a ``DistributedTransformerLMHead``."""
+    """Options common to all GPTs' configurations, for a ``DistributedTransformerLMHead``."""
     return {
         **options_of_a_layer(config),
         "num_layers": config.num_hidden_layers,
@@ -201,10 +202,10 @@ def options_of_a_language_model(config: Any) -> dict[str, Any]:
 
 
 def wants(met: bool, option: str, value: object) -> None:
-    """Raise on an option of a model that the distributed form does not have.
+    """Raise on an option that the distributed form does not have.
 
     Raises:
-        NotImplementedError: names it.
+        NotImplementedError: the text names the option.
     """
     if not met:
         raise NotImplementedError(
@@ -220,10 +221,10 @@ def _is_absent(value: Any) -> bool:
 
 
 def refuse(arguments: Arguments, *names: str) -> None:
-    """Raise on arguments that the distributed form has no use for.
+    """Raise on arguments without a use in the distributed form.
 
     Raises:
-        NotImplementedError: names the first one that is given.
+        NotImplementedError: the text names the first one given.
     """
     for name in names:
         if not _is_absent(arguments.get(name)):
@@ -252,7 +253,7 @@ def hidden_positions(attention_mask: Tensor | None) -> Tensor | None:
 
 
 def additive(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A mask that is added to scores, from what layers of transformers get.
+    """A mask to add to scores, from the masks of transformers' layers.
 
     Args:
         mask: of bools, True where a position is seen; ``[samples, positions]``, 1 where it is;
@@ -310,7 +311,7 @@ def language_model(
 def language_model_without_types(
     module: Any, forward: Callable[..., Any], arguments: Arguments
 ) -> Any:
-    """Likewise, of a family that looks token types up in the word embedding."""
+    """Likewise, of a family with token types in the word embedding."""
     refuse(arguments, "token_type_ids")
     return language_model(module, arguments)
 
@@ -324,7 +325,7 @@ def _check_that_they_count(places: Tensor) -> None:
     """Raise on ``position_ids`` other than 0, 1, 2...: rotations are by these.
 
     Raises:
-        NotImplementedError: they are.
+        NotImplementedError: the positions are others.
     """
     counted = torch.arange(places.size(-1), device=places.device)
     if not torch.equal(places, counted.expand_as(places)):
@@ -342,7 +343,7 @@ def encoder(
 
     Args:
         module, forward, arguments: as `Form.call` gets them.
-        returns: what the original returns, a name in ``transformers.modeling_outputs``.
+        returns: the original's class of results, a name in ``transformers.modeling_outputs``.
     """
     refuse(
         arguments, "head_mask", "encoder_hidden_states", "encoder_attention_mask",

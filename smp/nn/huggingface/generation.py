@@ -1,9 +1,9 @@
 """``generate`` of a split model, on different samples: a rank goes on until all have finished.
 
-Whose sequences have ended takes part in the others' collectives until theirs have, too, as
+A rank with all sequences ended takes part in the others' collectives until theirs have, too, as
 transformers does for other kinds of sharding (``synced_gpus``).
 
-A split attention's cache has the samples of all tp_ranks, and what reorders or crops a cache
+A split attention's cache has the samples of all tp_ranks, but code to reorder or crop a cache
 knows its own samples alone: such searches are refused.
 """
 
@@ -18,7 +18,8 @@ from smp.modules.stand_ins import stand_in
 from smp.tensor_parallel import group
 from smp.tensor_parallel.regions import takes_cache
 
-# Methods that rearrange or crop caches; those without a first "_" of transformers before 4.39.
+# Methods that rearrange or crop caches; those without a first "_" are of transformers before
+# 4.39.
 _REARRANGE = {
     "beam search": ("_beam_search", "beam_search", "beam_sample"),
     "beam search in groups": ("_group_beam_search", "group_beam_search"),

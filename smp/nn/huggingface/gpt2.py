@@ -78,11 +78,11 @@ NAMES = Translation(
 def translate_hf_state_dict_to_smdistributed_gpt2(
     state_dict: Mapping[str, Any], max_seq_len: int | None = None
 ) -> StateDict:
-    """From ``GPT2LMHeadModel``'s state dict to that of the distributed module in its place.
+    """From ``GPT2LMHeadModel``'s state dict to the distributed module's.
 
     Args:
         state_dict: of the plain model; other dicts are returned as they are.
-        max_seq_len: taken for scripts that give it.
+        max_seq_len: accepted for scripts with it.
     """
     return NAMES.to_ours(state_dict)
 
@@ -96,17 +96,17 @@ def translate_state_dict_to_hf_gpt2(
     """From the distributed module's state dict to ``GPT2LMHeadModel``'s.
 
     Args:
-        state_dict: the whole one; that of a model which is split in place, or plain, is
-            returned as it is.
-        max_seq_len: the number of positions, with which the buffers of a layer are added that
-            transformers before 4.27 saves.
+        state_dict: the whole one; that of a plain model, or one split in place, is returned as
+            it is.
+        max_seq_len: the number of positions; adds the buffers of a layer saved by transformers
+            before 4.27.
     """
     buffers = None if max_seq_len is None else partial(_buffers, max_seq_len)
     return NAMES.to_hugging_face(state_dict, buffers=buffers)
 
 
 def _buffers(positions: int, layer: StateDict) -> StateDict:
-    """Of each of a layer's attentions; the layer is given by Hugging Face's names."""
+    """The buffers of each of a layer's attentions; the layer has Hugging Face's names."""
     seen = torch.ones(positions, positions, dtype=torch.uint8).tril()
     out: StateDict = {}
     for attention in ("attn", "crossattention"):
@@ -174,7 +174,7 @@ def _call_model(module: Any, forward: Callable[..., Any], arguments: Arguments) 
 
 
 def _check_that_it_crosses(module: Any, states: Any) -> None:
-    """Raise as the original does, which would have nothing to look at them with.
+    """Raise as the original does: no cross-attention would look at the states.
 
     Raises:
         ValueError: there are states, and the model is made without cross-attention.
@@ -190,7 +190,7 @@ def get_hf_gpt2_transformer_layer_hooks() -> tuple[Hook, Hook, Hook]:
     """Hooks for ``smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer)``.
 
     Returns:
-        init, forward and return hook, for the version of transformers that is installed.
+        init, forward and return hook, for the installed version of transformers.
     """
     block = importlib.import_module("transformers.models.gpt2.modeling_gpt2").GPT2Block
     whole = inspect.signature(block.forward)

@@ -1,4 +1,4 @@
-"""GPT-NeoX: attention by heads, whose q, k, v lie side by side; the MLP by its channels."""
+"""GPT-NeoX: attention by heads, with q, k, v side by side; the MLP by its channels."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -47,11 +47,11 @@ def translate_hf_state_dict_to_smdistributed_gptneox(
     max_seq_len: int | None = None,
     num_attention_heads: int | None = None,
 ) -> StateDict:
-    """From ``GPTNeoXForCausalLM``'s state dict to that of the distributed module in its place.
+    """From ``GPTNeoXForCausalLM``'s state dict to the distributed module's.
 
     Args:
         state_dict: of the plain model; other dicts are returned as they are.
-        max_seq_len: taken for scripts that give it.
+        max_seq_len: accepted for scripts with it.
         num_attention_heads: None: as the latest ``smp.DistributedModel`` has them.
 
     Raises:
@@ -67,13 +67,13 @@ def translate_state_dict_to_hf_gptneox(
 ) -> StateDict:
     """From the distributed module's state dict to ``GPTNeoXForCausalLM``'s.
 
-    Names are those of the version of transformers that is installed.
+    Names are those of the installed version of transformers.
 
     Args:
-        state_dict: the whole one; that of a model which is split in place, or plain, is
-            returned as it is.
-        max_seq_len: taken for scripts that give it: buffers that transformers before 4.27
-            saves beside the parameters follow from the configuration.
+        state_dict: the whole one; that of a plain model, or one split in place, is returned as
+            it is.
+        max_seq_len: accepted for scripts with it: the buffers saved by transformers before 4.27
+            follow from the configuration.
         num_attention_heads: None: as the latest ``smp.DistributedModel`` has them.
 
     Raises:

@@ -11,10 +11,10 @@ from smp.tensor_parallel.regions import Region, make_region
 
 
 def split_attention(attention: Any, path: str) -> None:
-    """A ``LlamaAttention``, and those of other families that are written alike.
+    """A ``LlamaAttention``, and those of other families written alike.
 
-    Heads of queries stay with the head of keys and values that they share.  Where there are
-    fewer of these than tp_ranks, queries alone are cut.
+    Heads of queries stay with their common head of keys and values.  Where there are fewer of
+    these than tp_ranks, queries alone are cut.
     """
     head = attention.head_dim
     together = attention.num_key_value_groups
@@ -40,11 +40,11 @@ def split_attention(attention: Any, path: str) -> None:
 
 
 def shared_heads(shared: int, together: int) -> tuple[list[int], int]:
-    """Which heads of keys and values go with this tp_rank's heads of queries.
+    """The heads of keys and values for this tp_rank's heads of queries.
 
     Args:
         shared: heads of keys and values.
-        together: heads of queries that share one.
+        together: heads of queries with one head of keys and values.
 
     Returns:
         the heads, one as often as it takes for each to go with equally many heads of

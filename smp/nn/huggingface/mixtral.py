@@ -13,8 +13,8 @@ from smp.tensor_parallel.linears import keep_slice
 from smp.tensor_parallel.regions import Region, make_region
 from smp.tensor_parallel.slices import Slices
 
-# Channels of an expert that stay together where there are enough: torch's grouped_mm wants rows
-# of a multiple of 16 bytes.
+# Channels of an expert kept together where there are enough: torch's grouped_mm wants rows of a
+# multiple of 16 bytes.
 _ALIGNED = 16
 
 

@@ -12,8 +12,8 @@ from smp.tensor_parallel.slices import Slices
 def split_attention(attention: Any, path: str) -> None:
     """A ``T5Attention``.
 
-    The ``position_bias`` that goes from the first layer to the others is that of this
-    tp_rank's heads, for the gathered positions: it stays as it is.
+    The ``position_bias`` from the first layer to the others is that of this tp_rank's heads,
+    for the gathered positions: it stays as it is.
     """
     head = attention.key_value_proj_dim
     for linear in (attention.q, attention.k, attention.v):

@@ -1,7 +1,7 @@
 """State dicts of Hugging Face's models and of the distributed modules in their place.
 
-A family says which linear or norm has which name on the other side, and how packed ones are
-laid out.  What it does not name has the same name on both sides.
+A family gives the names of linears and norms on the other side, and the layout of packed ones.
+Other modules have the same name on both sides.
 """
 
 import re
@@ -16,7 +16,7 @@ QKV = ("query", "key", "value")
 
 
 class Part(NamedTuple):
-    """A module of a layer that has weight and bias.
+    """A module of a layer with weight and bias.
 
     Attributes:
         ours: its name in a ``DistributedTransformerLayer``; of a packed linear, several.
@@ -57,7 +57,7 @@ class Translation(NamedTuple):
 
         Args:
             given: Hugging Face's state dict.
-            heads: number of attention heads, for families that pack by heads.
+            heads: number of attention heads, for families with parts packed by heads.
         """
         layer = _in_a_row(self.layers)
         out: StateDict = {}
@@ -77,12 +77,12 @@ class Translation(NamedTuple):
         heads: int | None = None,
         buffers: Callable[[StateDict], StateDict] | None = None,
     ) -> StateDict:
-        """To Hugging Face's names; a dict that has them already is returned as it is.
+        """To Hugging Face's names; a dict with these already is returned as it is.
 
         Args:
             given: a state dict with our names.
-            heads: number of attention heads, for families that pack by heads.
-            buffers: from what a layer has, by Hugging Face's names, to its buffers that follow
+            heads: number of attention heads, for families with parts packed by heads.
+            buffers: from a layer's entries, by Hugging Face's names, to its buffers that follow
                 from the configuration.
         """
         layer = _in_a_row(self.ours)
@@ -104,7 +104,7 @@ class Translation(NamedTuple):
         return out
 
     def layer_to_ours(self, given: Mapping[str, Any], heads: int | None = None) -> StateDict:
-        """Of one layer, likewise."""
+        """The same for one layer."""
         out: StateDict = {}
         for name, value in given.items():
             theirs, _, kind = name.rpartition(".")
@@ -123,7 +123,7 @@ class Translation(NamedTuple):
     def layer_to_hugging_face(
         self, given: Mapping[str, Any], heads: int | None = None
     ) -> StateDict:
-        """Of one layer, likewise."""
+        """The same for one layer."""
         out: StateDict = {}
         left = dict(given)
         for theirs, known in self.parts.items():
@@ -140,11 +140,11 @@ class Translation(NamedTuple):
 def functions_of(
     names: Translation, family: str, original: str
 ) -> tuple[Callable[..., StateDict], Callable[..., StateDict]]:
-    """Of a family ``translate_hf_state_dict_to_smdistributed_...``, and ``..._to_hf_...``.
+    """A family's ``translate_hf_state_dict_to_smdistributed_...``, and ``..._to_hf_...``.
 
     Args:
         family: a file in ``smp.nn.huggingface``.
-        original: the class in whose place the distributed module is.
+        original: the class replaced by the distributed module.
     """
 
     def to_ours(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
@@ -180,17 +180,17 @@ def functions_of(
 
 
 def as_it_is(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> StateDict:
-    """The state dict itself, of a family whose models are split where they stand.
+    """The state dict itself, of a family with models split in place.
 
     Args:
-        state_dict: of the plain model or of the split one, whose names are the same.
-        max_seq_len: taken for scripts that give it.
+        state_dict: of the plain model or of the split one, under the same names.
+        max_seq_len: accepted for scripts with it.
     """
     return dict(state_dict)
 
 
 def _in_a_row(layers: str) -> re.Pattern[str]:
-    """Matches a name in one of the layers: what is before them, its number, what is in it."""
+    """Matches a name in one of the layers: the part before, the number, the part inside."""
     return re.compile(rf"((?:.*\.)?){re.escape(layers)}\.(\d+)\.(.+)")
 
 

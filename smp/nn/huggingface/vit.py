@@ -32,7 +32,7 @@ def split_mlp(mlp: Any, path: str) -> None:
 
 IN_PLACE = {"ViTAttention": split_attention, "ViTMLP": split_mlp}
 
-# Of transformers before 5: later ones have no encoder beside the model.
+# The names of transformers before 5: later ones have no encoder beside the model.
 NAMES = Translation(
     layers="layer",
     parts={

@@ -1,5 +1,5 @@
-"""Transformers whose attention heads and channels are split over the TP_GROUP.
+"""Transformers with attention heads and channels split over the TP_GROUP.
 
-One option set (``options``) makes BERT's layers, GPT's, and others'; ``token_stream`` has what
-travels between the ranks.
+One option set (``options``) makes BERT's layers, GPT's, and others'; ``token_stream`` has the
+tensors between the ranks.
 """

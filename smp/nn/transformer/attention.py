@@ -1,4 +1,4 @@
-"""``DistributedAttentionLayer``: attention whose heads are split over the TP_GROUP."""
+"""``DistributedAttentionLayer``: attention with its heads split over the TP_GROUP."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from smp.tensor_parallel.kernels import Dropout
 
 
 class FlashAttentionLayer(nn.Module):
-    """Attention that never has all scores in memory, by PyTorch's own kernels."""
+    """Attention without all scores in memory at once, by PyTorch's own kernels."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
@@ -39,7 +39,7 @@ class FlashAttentionLayer(nn.Module):
             v: values, ``[samples, heads, keys, channels]``.
             mask: added to the scores; broadcasts to ``[samples, heads, queries, keys]``.
             causal: hide later positions from each; to be given without a mask.
-            scale: what scores are multiplied by.
+            scale: the factor of the scores.
 
         Returns:
             ``[samples, heads, queries, channels]``.
@@ -68,16 +68,16 @@ class DistributedAttentionLayer(DistributedModule):
     ``(hidden, cross_states, mask)``, and returns a tensor like ``hidden``.
 
     Raises:
-        ValueError: options that do not go together, or a value out of range; names the option.
+        ValueError: an option out of range, or at odds with another; the text names it.
     """
 
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP.
+        """Make the modules inside.  Collective over the TP_GROUP.
 
         Args:
-            options: what ``__init__`` was given.
+            options: those given to ``__init__``.
         """
         if isinstance(options.window_size, Sequence):
             raise ValueError(
@@ -104,12 +104,12 @@ class DistributedAttentionLayer(DistributedModule):
         self.heads = range(first, first + shares[group.rank()])
 
     def forward(self, inputs: tuple[Any, ...]) -> Tensor:
-        """The hidden states with what each position attends to.  Collective over the TP_GROUP.
+        """The hidden states with the attended values.  Collective over the TP_GROUP.
 
         Args:
             inputs: ``(hidden, mask)``, or with ``cross_attention`` ``(hidden, cross_states,
                 mask)``.  hidden is ``[samples, positions, hidden_size]``; cross_states are
-                ``[samples, keys, hidden_size]``; mask is ``[samples, 1, 1, keys]``, or what
+                ``[samples, keys, hidden_size]``.  Mask is ``[samples, 1, 1, keys]``, or
                 broadcasts to ``[samples, 1, positions, keys]``, added to the scores; or None.
                 Samples and positions may differ by tp_rank.
 
@@ -247,7 +247,7 @@ _plain_attention = FlashAttentionLayer()
 
 
 def _hidden(source: Source, window: int | None, value: float, like: Tensor) -> Tensor:
-    """What hides later positions, and earlier ones than the window's, ``[queries, keys]``."""
+    """A mask of later positions, and of those before the window, ``[queries, keys]``."""
     at = torch.arange(source.positions, device=like.device)
     behind = at[:, None] - at[None, :]
     seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)

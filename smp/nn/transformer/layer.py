@@ -13,7 +13,7 @@ from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
 from smp.nn.transformer.token_stream import TokenStream
 from smp.tensor_parallel.distributed_module import DistributedModule
 
-Stream = tuple[Any, ...]  # what a layer takes and returns, hidden first
+Stream = tuple[Any, ...]  # a layer's input and output, hidden first
 
 _OF_A_LAYER = (
     "num_attention_heads", "attention_head_size", "hidden_size", "intermediate_size",
@@ -39,16 +39,16 @@ class DistributedTransformerLayer(DistributedModule):
     with None for ``cross_states`` goes with every layer.
 
     Raises:
-        ValueError: options that do not go together, or a value out of range; names the option.
+        ValueError: an option out of range, or at odds with another; the text names it.
     """
 
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP.
+        """Make the modules inside.  Collective over the TP_GROUP.
 
         Args:
-            options: what ``__init__`` was given.
+            options: those given to ``__init__``.
         """
         attention: tuple[str, ...] = DistributedAttentionLayer.TAKES  # type: ignore[attr-defined]
         output: tuple[str, ...] = DistributedTransformerOutputLayer.TAKES  # type: ignore[attr-defined]
@@ -68,11 +68,11 @@ class DistributedTransformerLayer(DistributedModule):
         Args:
             inputs: ``(hidden, mask)``, or with ``add_cross_attention`` ``(hidden, cross_states,
                 mask, cross_mask)``.  hidden is ``[samples, positions, hidden_size]``;
-                cross_states are ``[samples, others, hidden_size]``, or None on all tp_ranks:
-                then there is no cross-attention, and a layer without it takes this tuple, too;
-                masks are ``[samples, 1, 1, positions]`` and
-                ``[samples, 1, 1, others]``, or what broadcasts to scores, which they are added
-                to; or None.  Samples and positions may differ by tp_rank.
+                cross_states are ``[samples, others, hidden_size]``, or None on all tp_ranks,
+                for no cross-attention.  A layer without cross-attention takes this tuple, too.
+                Masks are ``[samples, 1, 1, positions]`` and ``[samples, 1, 1, others]``, or
+                broadcast to the scores and are added to them; or None.  Samples and positions
+                may differ by tp_rank.
 
         Returns:
             the same tuple with the new hidden.
@@ -110,7 +110,7 @@ class DistributedTransformerLayer(DistributedModule):
 
 
 class _LayerStack(nn.Sequential):
-    """Layers in a row, which give one another a tuple."""
+    """Layers in a row, with a tuple from one to the next."""
 
 
 @takes("num_layers", *_OF_A_LAYER, "embedding_dropout_prob")
@@ -119,22 +119,22 @@ class DistributedTransformer(DistributedModule):
 
     Its options are those of :class:`smp.nn.transformer.options.Options`.
 
-    ``forward`` takes and returns what a layer does.  With ``pre_layernorm`` and
-    ``post_layernorm`` its input and output are normalised, too.  ``embedding_dropout_prob``
-    is taken for scripts that give it; the embeddings are outside.
+    ``forward`` takes and returns a layer's tuple.  With ``pre_layernorm`` and
+    ``post_layernorm`` its input and output are normalised, too.  ``embedding_dropout_prob`` is
+    accepted for scripts with it; the embeddings are outside.
 
     Raises:
-        ValueError: options that do not go together, or a value out of range; names the option.
+        ValueError: an option out of range, or at odds with another; the text names it.
     """
 
     IS_CONTAINER = True
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP.
+        """Make the modules inside.  Collective over the TP_GROUP.
 
         Args:
-            options: what ``__init__`` was given.
+            options: those given to ``__init__``.
         """
         both = options.pre_layernorm and options.post_layernorm
         size, eps = options.hidden_size, options.layernorm_epsilon
@@ -175,7 +175,7 @@ class DistributedTransformer(DistributedModule):
 
 
 def _check(module: Any, given: Any) -> None:
-    """Refuse what is no tuple of a layer's.
+    """Refuse any input but a layer's tuple.
 
     Args:
         module: a layer, or a row of them.

@@ -12,8 +12,8 @@ from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.seeds import dropout_of_stream
 from smp.tensor_parallel.distributed_module import DistributedModule
 
-# Added to scores: as good as minus infinity, and small enough that the scores of a position
-# which sees hidden ones only are not lost beside it.
+# Added to scores: as good as minus infinity, and yet small: the scores of a position that sees
+# hidden ones only are not lost beside it.
 HIDES = -1e4
 
 
@@ -35,25 +35,24 @@ class DistributedTransformerLMHead(DistributedModule):
 
     Its options are those of :class:`smp.nn.transformer.options.Options`.
 
-    Rows of the word embedding, and so of the head that has its weight, are split over the
-    TP_GROUP.
+    Rows of the word embedding, and so of a tied head, are split over the TP_GROUP.
 
     ``forward`` takes one tuple, ``(ids, mask, token_types, position_ids, labels)``; with
     ``add_cross_attention`` ``(ids, mask, token_types, position_ids, cross_states, cross_mask,
     labels)``.  All but ``ids`` may be None.
 
     Raises:
-        ValueError: options that do not go together, or a value out of range; names the option.
+        ValueError: an option out of range, or at odds with another; the text names it.
     """
 
     IS_CONTAINER = True
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP.
+        """Make the modules inside.  Collective over the TP_GROUP.
 
         Args:
-            options: what ``__init__`` was given.
+            options: those given to ``__init__``.
         """
         size, eps = options.hidden_size, options.layernorm_epsilon
         self.word_embedding = DistributedEmbedding(
@@ -96,18 +95,17 @@ class DistributedTransformerLMHead(DistributedModule):
         Args:
             inputs: ``(ids, mask, token_types, position_ids, labels)``; with
                 ``add_cross_attention`` cross_states and cross_mask stand before the labels.
-                ids, token_types, position_ids and labels are ``[samples, positions]``; mask is
-                ``[samples, positions]``, 1 where a position is hidden; cross_states are
+                ids, token_types, position_ids and labels are ``[samples, positions]``.  Mask is
+                ``[samples, positions]``, 1 where a position is hidden.  cross_states are
                 ``[samples, others, hidden_size]``; cross_mask is ``[samples, 1, 1, others]``,
                 added to the scores.  All but ids may be None.  A causal model's labels are the
                 ids themselves: each position is to tell the next one's.  A label of -100 does
                 not count.
 
         Returns:
-            without labels logits ``[samples, positions, vocab_size]``, or with
-            ``add_lm_head=False`` hidden states ``[samples, positions, hidden_size]``; with
-            labels the mean loss of this rank's samples, a scalar, where no rank has whole
-            logits.
+            without labels: logits ``[samples, positions, vocab_size]``, or with
+            ``add_lm_head=False`` hidden states ``[samples, positions, hidden_size]``.  With
+            labels: the mean loss of this rank's samples, a scalar; no rank has whole logits.
 
         Raises:
             IndexError: an id or a label is no row of the embedding.
@@ -127,7 +125,7 @@ class DistributedTransformerLMHead(DistributedModule):
         Args:
             inputs: as for ``forward``.
             logits: whether to have them with labels, too.
-            reduction: of the loss, "mean" or "sum" over the labels that count.
+            reduction: of the loss, "mean" or "sum" over the labels other than -100.
         """
         ids, mask, types, places, cross, labels = self._arguments(inputs)
         hidden = self.word_embedding(ids)

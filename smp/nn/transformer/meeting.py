@@ -22,7 +22,7 @@ _MASK_AXES = 4
 
 
 def form_of(options: Options) -> type[TokenStream]:
-    """How the tp_ranks share the residual stream of a module with these options."""
+    """The tp_ranks' way to share the residual stream of a module with these options."""
     if options.splits_channels():
         return OwnChannels
     if group.size() == 1 or not group.same_samples():
@@ -31,21 +31,21 @@ def form_of(options: Options) -> type[TokenStream]:
 
 
 def given_stream(inputs: Any) -> tuple[Any, TokenStream | None]:
-    """What a module was given, and the stream behind it if it is in a module that made one."""
+    """The input of a module, and the stream behind it, where a module around has made one."""
     if isinstance(inputs, tuple | list) and inputs and isinstance(inputs[-1], TokenStream):
         return inputs[:-1], inputs[-1]
     return inputs, None
 
 
 def check_hidden(module: Any, hidden: Any) -> None:
-    """Refuse what is no hidden state of a module.
+    """Refuse any value but a hidden state of the module.
 
     Args:
         module: a distributed module, with ``options``.
-        hidden: what the user gave.
+        hidden: the user's.
 
     Raises:
-        ValueError: names the module, what it was given and what is wanted.
+        ValueError: the text names the module, the value found and the one wanted.
     """
     width = module.options.hidden_size
     if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.size(-1) != width:
@@ -63,19 +63,19 @@ def meet(
     mask: Tensor | None = None,
     seed: int = 0,
 ) -> TokenStream:
-    """The stream of a module that the user calls.  Collective over the TP_GROUP.
+    """The stream of a module called by the user.  Collective over the TP_GROUP.
 
     Args:
         module: a distributed module, with ``options``.
         hidden: ``[samples, positions, channels]``, as the user gives it.
-        states: what its cross-attention looks at; None: there is none.
+        states: for its cross-attention; None: there is none.
         mask: of its attention, or cross-attention if there is.
         seed: of the attention's dropout of this rank's samples; 0: it drops nothing.
 
     Raises:
         TypeError: the mask is bool.
-        ValueError: hidden or mask of another shape; ranks that are said to have the same
-            samples have others.
+        ValueError: hidden or mask of another shape; ranks declared to have the same samples
+            have others.
     """
     check_hidden(module, hidden)
     same_samples.check(module, hidden)
@@ -123,10 +123,10 @@ def _meet(
 
 
 def travelling(module: Any, inputs: tuple[Tensor | None, ...]) -> tuple | None:
-    """What the layers in a module are given instead; None: what the module is.
+    """The input of the layers in a module; None: the module's own.
 
     Args:
-        module: what the user calls, with ``options``.
+        module: called by the user, with ``options``.
         inputs: ``(hidden, mask)``, or ``(hidden, cross_states, mask, cross_mask)``.
     """
     if not form_of(module.options).TRAVELS:

@@ -1,4 +1,4 @@
-"""What the transformer's modules are made with: one set of options, of which each takes some.
+"""The options of the transformer's modules: one set, and each module takes some.
 
 Names and defaults are the original's.  Sources: the SageMaker paper, appendix I.3; SageMaker
 Python SDK documentation, ``smp.nn``.
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Options of ``smp.nn.DistributedTransformerLMHead`` and what it consists of.
+    """Options of ``smp.nn.DistributedTransformerLMHead`` and of its parts.
 
     Attributes:
         num_layers: of the transformer.
@@ -39,7 +39,7 @@ class Options:
         intermediate_size: channels between the two linears of the output layer.
         vocab_size, num_positions: rows of the embeddings; 0 positions: there is none.
         attention_dropout_prob: of the attention's probabilities.
-        hidden_dropout_prob: of what is added to the residual stream.
+        hidden_dropout_prob: of the terms added to the residual stream.
         embedding_dropout_prob: of the embeddings, in the LM head model.
         activation: between the linears of the output layer, a name of ``ACTIVATIONS``.
         layernorm_epsilon: added to variances.
@@ -54,12 +54,12 @@ class Options:
         initializer_range: standard deviation of new weights, with
             ``use_normal_initialization``; else they are torch's.
         pre_layernorm, post_layernorm: whether a layer normalises its input, its output.
-        final_layernorm: whether the LM head model normalises what its transformer returns;
-            None: if the transformer does not, which is so with ``pre_layernorm`` alone.
+        final_layernorm: whether the LM head model normalises its transformer's result; None: if
+            the transformer does not, the case with ``pre_layernorm`` alone.
         use_qkv_bias, use_attn_dense_bias: whether those linears have biases.
         use_alibi: whether scores fall with the distance (ALiBi).
         alibi_bias_max: the least of the heads' slopes is 2 ** -alibi_bias_max a position.
-        rotary_dim: first channels of a head that are rotated by their position; 0: none.
+        rotary_dim: first channels of a head, rotated by their position; 0: none.
         rotary_base: of the angles.
         rotary_pairs: "neighbours" rotates channels 2i and 2i + 1 (GPT-J), "halves" i and
             i + rotary_dim / 2 (GPT-NeoX).
@@ -72,7 +72,7 @@ class Options:
         scale_attention_scores: whether scores are divided by the root of the head's size.
         scale_attn_by_layer_idx: whether they are divided by the layer's number from 1, too.
         layer_idx: the layer's number, from 0.
-        mask_value: what hides later positions, instead of minus infinity.
+        mask_value: added to the scores of later positions, instead of minus infinity.
         window_size: how many positions, its own the last, a position sees; for a transformer
             also one number (or None) a layer.
         fp32_residual_addition: whether residual connections are added in float32.
@@ -82,7 +82,7 @@ class Options:
         optimize: "speed" keeps tokens gathered from all tp_ranks for the backward, "memory"
             gathers them again; with ``prescaled_batch`` it cuts the residual stream along its
             positions.  "channels" splits the residual stream by its channels: nothing is
-            gathered, and more travels.  None: as ``smp.init`` was told.
+            gathered, and more travels.  None: as in ``smp.init``.
     """
 
     num_layers: int = 12
@@ -133,7 +133,7 @@ class Options:
     optimize: str | None = None
 
     def optimizes(self) -> str:
-        """``optimize``, or what ``smp.init`` was told; "speed" before that."""
+        """``optimize``, or that of ``smp.init``; "speed" before that."""
         if self.optimize is not None:
             return self.optimize
         is_told = ranks.state.is_initialized
@@ -144,13 +144,13 @@ class Options:
         return self.optimizes() == "channels" and group.size() > 1
 
     def check(self, name: str) -> None:
-        """Refuse what makes no sense.
+        """Refuse senseless values.
 
         Args:
             name: of the class, for errors.
 
         Raises:
-            ValueError: names the option, its value and what is wanted.
+            ValueError: the text names the option, its value and the values wanted.
         """
 
         def wants(right: bool, option: str, wanted: str) -> None:
@@ -217,7 +217,7 @@ class Options:
         """Give new weights of linears and embeddings their values.
 
         Args:
-            module: all that is in it.
+            module: with all parts inside.
         """
         if not self.use_normal_initialization:
             return

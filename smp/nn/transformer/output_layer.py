@@ -29,20 +29,20 @@ class DistributedTransformerOutputLayer(DistributedModule):
 
     Its options are those of :class:`smp.nn.transformer.options.Options`.
 
-    ``forward`` takes hidden, or ``(hidden, residual)`` where something else is added to.  With
-    ``single_pre_layernorm`` hidden is normalised already.
+    ``forward`` takes hidden, or ``(hidden, residual)`` to add to another tensor than hidden.
+    With ``single_pre_layernorm`` hidden is normalised already.
 
     Raises:
-        ValueError: options that do not go together, or a value out of range; names the option.
+        ValueError: an option out of range, or at odds with another; the text names it.
     """
 
     options: Options
 
     def build(self, options: Options) -> None:
-        """Make what is in it.  Collective over the TP_GROUP.
+        """Make the modules inside.  Collective over the TP_GROUP.
 
         Args:
-            options: what ``__init__`` was given.
+            options: those given to ``__init__``.
         """
         hidden = options.hidden_size
         normalises = options.pre_layernorm and not options.single_pre_layernorm
@@ -58,12 +58,12 @@ class DistributedTransformerOutputLayer(DistributedModule):
         self.activation = ACTIVATIONS[options.activation]
 
     def forward(self, inputs: Any) -> Tensor:
-        """What the linears make of hidden, added to it.  Collective over the TP_GROUP.
+        """The linears' result for hidden, added to it.  Collective over the TP_GROUP.
 
         Args:
             inputs: hidden, ``[samples, positions, hidden_size]``; or ``(hidden, residual)``,
-                both of that shape, where the result is added to residual.  Samples and
-                positions may differ by tp_rank.
+                both of that shape: the result is added to residual.  Samples and positions may
+                differ by tp_rank.
 
         Returns:
             ``[samples, positions, hidden_size]``.

@@ -1,4 +1,4 @@
-"""What tells an attention where a token stands: rotations of channels, and ALiBi."""
+"""A token's position for an attention: rotations of channels, and ALiBi."""
 
 import math
 
@@ -18,7 +18,7 @@ def rotate(x: Tensor, dim: int, base: float, pairs: str) -> Tensor:
     Source: Su et al., RoFormer, arXiv:2104.09864.
     """
     turned, rest = x[..., :dim], x[..., dim:]
-    # Angles are float32 in the models whose weights are loaded.
+    # Angles are float32 in the models of loaded weights.
     steps = torch.arange(0, dim, 2, dtype=torch.int64, device=x.device).float() / dim
     at = torch.arange(x.size(2), dtype=torch.int64, device=x.device).float()
     angles = at[:, None] * (1.0 / base**steps)[None, :]
@@ -33,12 +33,12 @@ def rotate(x: Tensor, dim: int, base: float, pairs: str) -> Tensor:
 
 
 def alibi(heads: range, of: int, keys: int, most: int, like: Tensor) -> Tensor:
-    """What ALiBi adds to the scores of some heads, ``[1, heads, 1, keys]``.
+    """ALiBi's terms for the scores of some heads, ``[1, heads, 1, keys]``.
 
     A query's own position counts as the last key; softmax does not mind a constant a row.
 
     Args:
-        heads: which ones, of ``of`` in all.
+        heads: the numbers of these, of ``of`` in all.
         most: the slopes fall from 2 ** (-most / of') to 2 ** -most.
 
     Source: Press et al., arXiv:2108.12409.

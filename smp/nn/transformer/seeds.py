@@ -1,4 +1,4 @@
-"""Seeds of dropout, which a sample's own rank draws: see ``kernels.Dropout``."""
+"""Seeds of dropout, drawn by a sample's own rank: see ``kernels.Dropout``."""
 
 import torch
 from torch import Tensor

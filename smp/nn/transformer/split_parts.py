@@ -1,4 +1,4 @@
-"""Linears and layer norms of which each tp_rank has a slice, for a `TokenStream` to call."""
+"""Linears and layer norms with a slice on each tp_rank, for a `TokenStream` to call."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,13 +11,13 @@ from smp.tensor_parallel.slices import Slices
 
 
 class PartOfSum(nn.Linear):
-    """A linear that is cut by its inputs: what it returns is this tp_rank's part of a sum.
+    """A linear cut by its inputs: its result is this tp_rank's part of a sum.
 
-    The bias comes on top of the sum, by who adds up.
+    The bias comes on top of the sum, by the ranks adding up.
 
     Attributes:
-        kept: where the residual stream is split by channels, how many outputs of the sum each
-            tp_rank keeps; its part of the bias is that of those.
+        kept: where the residual stream is split by channels, the number of outputs of the sum
+            kept by each tp_rank.  Its part of the bias is that of these outputs.
     """
 
     kept: list[int]
@@ -28,7 +28,7 @@ class PartOfSum(nn.Linear):
 
 
 def first_linear(options: Options, outputs: int, bias: bool = True) -> nn.Linear:
-    """One that has the residual stream as its input; not cut yet."""
+    """A linear with the residual stream as its input; not cut yet."""
     kind = PartOfSum if options.splits_channels() else nn.Linear
     return kind(options.hidden_size, outputs, bias)
 
@@ -37,8 +37,8 @@ def cut_first(linear: nn.Linear, unit: int = 1) -> None:
     """Keep this tp_rank's slice of such a linear.  Collective over the TP_GROUP.
 
     Args:
-        linear: what `first_linear` made.
-        unit: outputs that stay together: the size of a head.
+        linear: from `first_linear`.
+        unit: outputs to keep together: the size of a head.
     """
     if isinstance(linear, PartOfSum):
         _cut_by_inputs(linear)
@@ -50,14 +50,14 @@ def cut_first(linear: nn.Linear, unit: int = 1) -> None:
 
 
 def cut_last(linear: PartOfSum, options: Options, unit: int = 1) -> None:
-    """Keep this tp_rank's slice of a linear that leads back to the residual stream.
+    """Keep this tp_rank's slice of a linear back to the residual stream.
 
     Collective over the TP_GROUP.
 
     Args:
         linear: not cut yet.
         options: of the module.
-        unit: inputs that stay together: the size of a head.
+        unit: inputs to keep together: the size of a head.
     """
     _cut_by_inputs(linear, unit)
     if options.splits_channels():
@@ -77,6 +77,6 @@ def _keep_outputs(linear: PartOfSum, unit: int = 1) -> None:
 
 
 def layer_norm(options: Options) -> FusedLayerNorm | DistributedLayerNorm:
-    """One of the residual stream; where that is split by channels, collective."""
+    """A layer norm of the residual stream; where that is split by channels, collective."""
     kind = DistributedLayerNorm if options.splits_channels() else FusedLayerNorm
     return kind(options.hidden_size, options.layernorm_epsilon)

@@ -19,11 +19,11 @@ from smp.tensor_parallel.kernels import Dropout
 
 
 class Source(NamedTuple):
-    """Samples whose tokens are joined: those of one tp_rank, or those that all have.
+    """Samples with their tokens joined: those of one tp_rank, or those common to all.
 
     Attributes:
         samples, positions: of the residual stream.
-        keys: positions that its attention looks at.
+        keys: positions for its attention to look at.
         mask: shape of its attention mask; None: it has none.
         seed: of its attention's dropout; 0: it drops nothing.
     """
@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Rows that its residual stream has."""
+        """Rows of its residual stream."""
         return self.samples * self.positions
 
 
@@ -45,7 +45,7 @@ def _length_of_mask(source: Source) -> int:
 
 
 def _is_alike(source: Source, other: Source) -> bool:
-    """Whether samples of both can be in one batch, which drops nothing."""
+    """Whether samples of both can be in one batch without dropout."""
     if source.seed or (source.positions, source.keys) != (other.positions, other.keys):
         return False
     if source.mask is None or other.mask is None:
@@ -54,7 +54,7 @@ def _is_alike(source: Source, other: Source) -> bool:
 
 
 def _in_batches(sources: list[Source]) -> list[Source]:
-    """All as one where their samples are alike: what comes out needs no copy that joins it."""
+    """All as one where their samples are alike: the result then needs no joining copy."""
     first = sources[0]
     if len(sources) == 1 or not all(_is_alike(of, first) for of in sources):
         return sources
@@ -64,7 +64,7 @@ def _in_batches(sources: list[Source]) -> list[Source]:
 
 
 class Required(NamedTuple):
-    """Whether tokens, what their attention looks at, and masks require grad on any tp_rank."""
+    """Whether tokens, cross-attention's states, and masks require grad on any tp_rank."""
 
     hidden: bool
     states: bool
@@ -72,23 +72,23 @@ class Required(NamedTuple):
 
 
 class TokenStream:
-    """Whose tokens a hidden state holds, and how the tp_ranks share them.
+    """The tokens of a hidden state, and the tp_ranks' way to share them.
 
     A rank normalises, drops out and adds on its own:
 
-    - `OwnSamples`: samples that it alone has;
-    - `SameSamples`: samples that all ranks have (``prescaled_batch``);
+    - `OwnSamples`: samples of its own;
+    - `SameSamples`: samples common to all ranks (``prescaled_batch``);
     - `OwnPositions`: of such samples some positions;
     - `OwnChannels`: some channels of all samples.
 
-    Linears and attention have the tokens of all `sources`, and each rank some channels or
-    heads of them: ``first`` leads there and ``last`` back.  What the user gives is made the
-    rank's own by ``enter``, ``enter_states`` and ``enter_mask``, and ``leave`` makes of it
-    what the user gets.  Where these change anything (``TRAVELS``), the outermost module calls
-    them, and those in it get the stream behind what they take: ``(hidden, mask, stream)``.
+    Linears and attention have the tokens of all `sources`, and each rank some channels or heads
+    of them: ``first`` leads there and ``last`` back.  ``enter``, ``enter_states`` and
+    ``enter_mask`` make the user's tensors the rank's own, and ``leave`` makes the user's result
+    of these.  Where these change anything (``TRAVELS``), the outermost module calls them.
+    Modules in it get the stream behind their input: ``(hidden, mask, stream)``.
 
     Attributes:
-        sources: whose tokens linears and attention have, one behind the other.
+        sources: of the tokens in linears and attention, one behind the other.
         batches: the sources as attention takes them.
         crossed: the stream of the cross-attentions in the module; None: they have none.
     """
@@ -107,11 +107,11 @@ class TokenStream:
 
     @property
     def others(self) -> list[int]:
-        """Rows of what each source's cross-attention looks at."""
+        """Rows of each source's states for cross-attention."""
         return [source.samples * source.keys for source in self.sources]
 
     def seeded(self, seed: int, device: torch.device) -> "TokenStream":
-        """The same for another attention layer, which has new seeds.
+        """The same for another attention layer, with new seeds.
 
         Args:
             seed: of the dropout of this rank's samples; 0: it drops nothing.
@@ -134,11 +134,11 @@ class TokenStream:
         return primitives.requiring(hidden, self.required.hidden)
 
     def enter_states(self, states: Tensor) -> Tensor:
-        """What ``first_of_states`` takes, of what cross-attention looks at."""
+        """The input of ``first_of_states``, from cross-attention's states."""
         return primitives.requiring(states, self.required.states)
 
     def enter_mask(self, mask: Tensor | None, like: Tensor) -> Tensor | None:
-        """What ``masks`` takes; to be added to scores of such tokens as ``like``."""
+        """The input of ``masks``; to be added to scores of such tokens as ``like``."""
         dtype = computed_in(like)
         if len(self.sources) == 1:
             if mask is None:
@@ -159,7 +159,7 @@ class TokenStream:
 
     @property
     def lengths(self) -> list[int]:
-        """Rows that each tp_rank has of its own."""
+        """Rows of each tp_rank's own."""
         return self.tokens
 
     def first(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
@@ -167,7 +167,7 @@ class TokenStream:
         return self._gathered(x, self.lengths, linears)
 
     def first_of_states(self, states: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
-        """Likewise of what cross-attention looks at; here of what all have alike."""
+        """Likewise for cross-attention's states; here of states alike on all ranks."""
         x = primitives.bwd_allreduce_for_tp(states.reshape(-1, states.size(-1)))
         return [linear(x) for linear in linears]
 
@@ -177,7 +177,7 @@ class TokenStream:
         Args:
             x: ``[tokens, own inputs]``.
             linear: with a slice of its inputs.
-            like: the residual stream, whose shape the result has.
+            like: the residual stream, with the shape of the result.
         """
         return primitives.reduce_scatter(linear(x), 0, self.lengths).view(like.shape)
 
@@ -190,7 +190,7 @@ class TokenStream:
     # --------------------------------------------------------------------- attention
 
     def sequences(self, x: Tensor, of_states: bool = False) -> Sequence[Tensor]:
-        """Each batch's rows of what ``first`` returned, or ``first_of_states``."""
+        """Each batch's rows of the result of ``first``, or ``first_of_states``."""
         return x.split(
             [of.samples * (of.keys if of_states else of.positions) for of in self.batches]
         )
@@ -244,7 +244,7 @@ class TokenStream:
         return total if norm is None else norm(total)
 
     def dropouts(self, x: Tensor, training: bool) -> list[Dropout | None]:
-        """What is dropped of own tokens: of all rows together, or of each source's."""
+        """The dropout of own tokens: of all rows together, or of each source's."""
         p = self.options.hidden_dropout_prob if training else 0.0
         return [self._dropout(x, p) if p else None]
 
@@ -253,10 +253,10 @@ class TokenStream:
 
 
 class OwnSamples(TokenStream):
-    """Samples that a tp_rank alone has.
+    """Samples of one tp_rank alone.
 
-    Their tokens are gathered, rank behind rank, whatever the lengths of their sequences; what
-    is added up goes back to the tokens' own rank.
+    Their tokens are gathered, rank behind rank, with sequences of any lengths; sums go back to
+    the tokens' own rank.
     """
 
     def first_of_states(self, states: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
@@ -264,7 +264,7 @@ class OwnSamples(TokenStream):
 
 
 class SameSamples(TokenStream):
-    """Samples that all tp_ranks have, whole; what is added up stays with all."""
+    """Samples common to all tp_ranks, whole; sums stay with all."""
 
     def first(self, x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
         return self.first_of_states(x, linears)
@@ -274,17 +274,17 @@ class SameSamples(TokenStream):
 
 
 class OwnPositions(TokenStream):
-    """Some positions of each of the samples that all tp_ranks have.
+    """Some positions of each of the samples common to all tp_ranks.
 
-    They are gathered, piece behind piece, each of all samples; what is added up goes back to
-    the positions' own rank.
+    They are gathered, piece behind piece, each of all samples; sums go back to the positions'
+    own rank.
     """
 
     TRAVELS = True
 
     @property
     def positions(self) -> list[int]:
-        """How many each tp_rank has."""
+        """The number for each tp_rank."""
         return group.shares(self.sources[0].positions)
 
     @property
@@ -319,7 +319,7 @@ class OwnPositions(TokenStream):
 
 
 class OwnChannels(TokenStream):
-    """Some channels of all samples: those of all tp_ranks, or those that all have.
+    """Some channels of all samples: those of all tp_ranks, or those common to all.
 
     A hidden state is ``[tokens, own channels]``.  All linears are cut by their inputs, and of
     each sum a rank keeps some outputs.  Source: the SageMaker paper, appendix F.2.
@@ -329,7 +329,7 @@ class OwnChannels(TokenStream):
 
     @property
     def channels(self) -> list[int]:
-        """How many each tp_rank has."""
+        """The number for each tp_rank."""
         return group.shares(self.options.hidden_size)
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ class OwnChannels(TokenStream):
 
     def _kept(self, x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
         """This rank's outputs of the sums, ``[tokens, outputs]``, of all in one collective."""
-        # Transposed, because rows are what is scattered; joining the terms copies them anyway.
+        # Transposed: the scatter is of rows; joining the terms copies them anyway.
         terms = [linear(x).t().split(linear.kept) for linear in linears]
         of_ranks = [piece for pieces in zip(*terms, strict=True) for piece in pieces]
         lengths = [sum(of) for of in zip(*(linear.kept for linear in linears), strict=True)]

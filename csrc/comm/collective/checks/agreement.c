@@ -1,4 +1,4 @@
-/* Comparing calls, and naming the two that differ. */
+/* Comparing calls, and naming two different ones. */
 #include "comm/collective/checks/agreement.h"
 
 #include <stdio.h>
@@ -30,9 +30,9 @@ same_call(const smp_notice *a, const smp_notice *b)
            assumed(a) == assumed(b);
 }
 
-/* Whether all gather for the same with sizes that they assume, and these differ. */
+/* Whether all gather for the same with assumed sizes, and these differ. */
 static bool
-sizes_unlike(const smp_said *said, int n, char *text, size_t bytes)
+sizes_unlike(const smp_said *said, int n, smp_refusal *refusal)
 {
     int other = 0;
 
@@ -47,14 +47,16 @@ sizes_unlike(const smp_said *said, int n, char *text, size_t bytes)
         }
     }
     if (other != 0) {
-        snprintf(text, bytes, "all-gather %llu: rank %d and rank %d " SMP_SIZES_UNLIKE,
+        refusal->status = SMP_ERR_SIZES;
+        snprintf(refusal->text, sizeof(refusal->text),
+                 "all-gather %llu: rank %d and rank %d assume other sizes",
                  (unsigned long long)said[0].notice->sequence, said[0].name,
                  said[other].name);
     }
     return other != 0;
 }
 
-/* How many of the caller's elements these are. */
+/* The count in the caller's elements. */
 static unsigned long long
 elements(const smp_notice *notice, uint64_t count)
 {
@@ -64,7 +66,7 @@ elements(const smp_notice *notice, uint64_t count)
 
 /* Whether all have the split sizes of member 0. */
 static bool
-same_counts(const smp_said *said, int n, char *text, size_t bytes)
+same_counts(const smp_said *said, int n, smp_refusal *refusal)
 {
     for (int m = 1; m < n; m++) {
         for (int i = 0; i < n; i++) {
@@ -75,7 +77,7 @@ same_counts(const smp_said *said, int n, char *text, size_t bytes)
                 char call[96];
 
                 smp_notice_describe(said[0].notice, call, sizeof(call));
-                snprintf(text, bytes,
+                snprintf(refusal->text, sizeof(refusal->text),
                          "%s: split size %d is %llu on rank %d and %llu on rank %d",
                          call, i, elements(said[0].notice, first), said[0].name,
                          elements(said[0].notice, its), said[m].name);
@@ -86,9 +88,9 @@ same_counts(const smp_said *said, int n, char *text, size_t bytes)
     return true;
 }
 
-/* Whether each member expects what is sent to it; *most: the longest range. */
+/* Whether each member expects the counts of its senders; *most: the longest range. */
 static bool
-matching_counts(const smp_said *said, int n, char *text, size_t bytes, size_t *most)
+matching_counts(const smp_said *said, int n, smp_refusal *refusal, size_t *most)
 {
     *most = 0;
     for (int m = 0; m < n; m++) {
@@ -100,7 +102,7 @@ matching_counts(const smp_said *said, int n, char *text, size_t bytes, size_t *m
                 char call[96];
 
                 smp_notice_describe(said[0].notice, call, sizeof(call));
-                snprintf(text, bytes,
+                snprintf(refusal->text, sizeof(refusal->text),
                          "%s: rank %d sends %llu elements to rank %d, which expects "
                          "%llu",
                          call, said[m].name, elements(said[m].notice, sent),
@@ -113,8 +115,9 @@ matching_counts(const smp_said *said, int n, char *text, size_t bytes, size_t *m
     return true;
 }
 
-/* As smp_notice_describe(), with the key if the `other` has another one. */
-static void
+/* As smp_notice_describe(), with the key, if the `other` has another one.  Returns the
+ * key; 0: it has none, or the same. */
+static uint32_t
 describe_beside(const smp_notice *notice, const smp_notice *other, char *out,
                 size_t bytes)
 {
@@ -122,17 +125,19 @@ describe_beside(const smp_notice *notice, const smp_notice *other, char *out,
 
     smp_notice_describe(notice, out, bytes);
     length = strlen(out);
-    if (key(notice) != 0 && key(notice) != key(other)) {
-        snprintf(out + length, bytes - length, SMP_WITH_KEY "%08x",
-                 (unsigned)key(notice));
+    if (key(notice) == 0 || key(notice) == key(other)) {
+        return 0;
     }
+    snprintf(out + length, bytes - length, SMP_WITH_KEY "%08x", (unsigned)key(notice));
+    return key(notice);
 }
 
 bool
-smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t bytes)
+smp_agreement(const smp_said *said, int n, size_t *most, smp_refusal *refusal)
 {
     *most = 0;
-    if (sizes_unlike(said, n, text, bytes)) {
+    *refusal = (smp_refusal){.status = SMP_ERR_MISMATCH};
+    if (sizes_unlike(said, n, refusal)) {
         return false;
     }
     for (int m = 1; m < n; m++) {
@@ -140,17 +145,20 @@ smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t byte
             char one[120];
             char other[120];
 
-            describe_beside(said[0].notice, said[m].notice, one, sizeof(one));
-            describe_beside(said[m].notice, said[0].notice, other, sizeof(other));
-            snprintf(text, bytes, "rank %d calls %s, rank %d calls %s", said[0].name,
-                     one, said[m].name, other);
+            refusal->keys[0] =
+                describe_beside(said[0].notice, said[m].notice, one, sizeof(one));
+            refusal->keys[1] =
+                describe_beside(said[m].notice, said[0].notice, other, sizeof(other));
+            snprintf(refusal->text, sizeof(refusal->text),
+                     "rank %d calls %s, rank %d calls %s", said[0].name, one,
+                     said[m].name, other);
             return false;
         }
     }
     if (said[0].notice->uneven == 2) {
-        return matching_counts(said, n, text, bytes, most);
+        return matching_counts(said, n, refusal, most);
     }
-    return said[0].notice->uneven == 0 || same_counts(said, n, text, bytes);
+    return said[0].notice->uneven == 0 || same_counts(said, n, refusal);
 }
 
 void

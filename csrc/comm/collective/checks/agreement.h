@@ -10,24 +10,30 @@
 #include <stdint.h>
 
 #include "comm/memory/control_block.h"
+#include "common/status.h"
 
-/* What one member says; all borrowed. */
+/* One member's signature; all borrowed. */
 typedef struct {
     int               name; /* of its rank: smp_comm_name() */
     const smp_notice *notice;
     const uint64_t   *counts; /* [uneven * n]: its lists of split sizes */
 } smp_said;
 
-/* In what it says where members assume other sizes, and only there. */
-#define SMP_SIZES_UNLIKE "assume other sizes"
+/* The reason of a disagreement. */
+typedef struct {
+    smp_status status; /* SMP_ERR_SIZES: only their assumed sizes differ; else
+                          SMP_ERR_MISMATCH */
+    uint32_t
+         keys[2];   /* of the two calls in `text`, where these differ; 0: it has none */
+    char text[320]; /* the members' calls; a different key as SMP_WITH_KEY and eight
+                       hexadecimal digits */
+} smp_refusal;
 
-/* In what it says of a call, before eight hexadecimal digits, if keys differ and this
- * one has one. */
 #define SMP_WITH_KEY " with key "
 
-/* Says who calls what if they do not agree.  *most: the longest range that one sends to
+/* Fills the refusal if they do not agree.  *most: the longest range from one member to
  * another, of an all-to-all with split sizes. */
-bool smp_agreement(const smp_said *said, int n, size_t *most, char *text, size_t bytes);
+bool smp_agreement(const smp_said *said, int n, size_t *most, smp_refusal *refusal);
 
 /* "all-reduce 3 (sum) of 8 float32", "sparse all-reduce 3 (sum)", from a notice; cut
  * off at `bytes`. */

@@ -1,4 +1,4 @@
-/* What a call says, and what it moves. */
+/* A call's notice, and its ranges. */
 #include "comm/collective/checks/call.h"
 
 #include "comm/collective/kernels/reduce.h"
@@ -132,8 +132,8 @@ is_valid(const smp_call *call, int size)
         return false;
     }
     if (call->operation != SMP_ALL_GATHER &&
-        (call->gather != NULL || call->offer != NULL || call->sparse != 0 ||
-         call->assumed != 0)) {
+        (call->gather != NULL || call->offer != NULL || call->hints.sparse != 0 ||
+         call->hints.assumed != 0)) {
         return false;
     }
     for (size_t m = 0; m < n && call->counts != NULL; m++) {
@@ -253,16 +253,16 @@ smp_call_say(const smp_call *call, int n, uint64_t sequence, smp_notice *notice,
     notice->on_device = (uint8_t)(call->gather != NULL  ? SMP_NOTICE_GATHERS
                                   : call->offer != NULL ? SMP_NOTICE_MEETS
                                                         : 0);
-    notice->sparse = call->sparse;
+    notice->sparse = call->hints.sparse;
     notice->columns = smp_call_has_columns(call);
     if (smp_operation_has_root(call->operation)) {
         notice->root = call->root;
     } else {
-        notice->key = call->key;
+        notice->key = call->hints.key;
     }
     notice->count = lists != 0 || is_barrier ? 0 : call->count;
     if (call->operation == SMP_ALL_GATHER) {
-        notice->assumed = call->assumed;
+        notice->assumed = call->hints.assumed;
     } else {
         notice->factor = call->factor;
     }
@@ -285,7 +285,7 @@ smp_call_say_again(const smp_notice *said, smp_notice *notice)
     notice->kind = said->kind;
     notice->reduction = said->reduction;
     notice->uneven = said->uneven;
-    notice->root = said->root; /* and the key, which has the same place */
+    notice->root = said->root; /* and the key, in the same place */
     notice->count = said->count;
     notice->sparse = said->sparse;
     notice->columns = said->columns;

@@ -14,7 +14,7 @@ compare(const void *a, const void *b)
     return (one > other) - (one < other);
 }
 
-/* The last of those that are said together with the one at `first`. */
+/* The last of the range from `first`. */
 static int
 end_of_range(const smp_rank_list *list, int first)
 {

@@ -4,11 +4,11 @@
 
 #include <stddef.h>
 
-/* What is enough for the words in most jobs. */
+/* Enough for the text in most jobs. */
 #define SMP_RANK_LIST_TEXT 256
 
 typedef struct {
-    int *names; /* borrowed: room for all that are added; smp_comm_name() */
+    int *names; /* borrowed: room for all added ones; smp_comm_name() */
     int  n;
 } smp_rank_list;
 
@@ -18,8 +18,8 @@ smp_rank_list_add(smp_rank_list *list, int name)
     list->names[list->n++] = name;
 }
 
-/* Sorts the names, and says them; "" for none.  What does not fit into `bytes`, which
- * are 32 or more, is "..." behind a whole number. */
+/* Sorts the names, and writes them; "" for none.  A text beyond `bytes` (32 or more)
+ * ends with "..." behind a whole number. */
 void smp_rank_list_say(smp_rank_list *list, char *out, size_t bytes);
 
 #endif

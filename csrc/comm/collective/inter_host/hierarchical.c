@@ -1,4 +1,4 @@
-/* The phases of an operation, and who is waited for. */
+/* The phases of an operation, and its awaited members. */
 #define _GNU_SOURCE
 #include "comm/collective/inter_host/hierarchical.h"
 
@@ -9,11 +9,11 @@
 
 #include "comm/collective/inter_host/signature.h"
 #include "comm/collective/inter_host/stage.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 /* A waiter gives way to others for so long, then it sleeps, and looks around this
- * often: nobody rings for a dead member. */
+ * often: a dead member does not ring. */
 #define GIVE_WAY_NS (200 * SMP_NS_PER_US)
 #define SLEEP_NS (20 * SMP_NS_PER_MS)
 
@@ -23,7 +23,7 @@ is_leader(const smp_hierarchical *hier)
     return hier->place == 0;
 }
 
-/* Shows the calls' notice in a step that has nothing else of it. */
+/* Shows the calls' notice in a step without other contents. */
 static void
 post_empty(smp_hierarchical *hier)
 {
@@ -226,7 +226,7 @@ smp_hierarchical_go_on(smp_hierarchical *hier, bool *waits, int *member)
         if (*waits) {
             return SMP_OK;
         }
-        if (smp_signature_agreed(hier, hier->refusal, sizeof(hier->refusal))) {
+        if (smp_signature_agreed(hier, &hier->refusal)) {
             return set_out(hier);
         }
         smp_epoch_barrier_read(hier->barrier);
@@ -243,7 +243,7 @@ smp_hierarchical_go_on(smp_hierarchical *hier, bool *waits, int *member)
 
 /* ------------------------------------------------------------------------ waiting */
 
-/* Whether a host's node leader has said that the member has come. */
+/* Whether a host's node leader has reported the member as present. */
 static bool
 is_noted(const smp_hierarchical *hier, int member)
 {
@@ -258,7 +258,7 @@ is_noted(const smp_hierarchical *hier, int member)
     return note != NULL && (size_t)place < bytes && missing[place] == 0;
 }
 
-/* What is waited for from a member of another host; false: nothing. */
+/* The awaited parcel of a member of another host; false: none. */
 static bool
 wants(const smp_hierarchical *hier, int member, smp_parcel_kind *kind, uint64_t *tag)
 {
@@ -299,9 +299,9 @@ smp_hierarchical_awaits(const smp_hierarchical *hier, int member)
     return wants(hier, member, &kind, &tag);
 }
 
-/* What is wrong with a member of another host: it is lost, it gave up in this operation
- * or before, or something is waited for from it and it has left.  (Others may have
- * finished this operation and left: who needs them says so.) */
+/* The trouble with a member of another host: it is lost, it gave up in this operation
+ * or before, or it has left with a parcel awaited.  (Others may have finished this
+ * operation and left: their absence shows where they are needed.) */
 static smp_status
 far_trouble(smp_hierarchical *hier, int member)
 {
@@ -312,7 +312,7 @@ far_trouble(smp_hierarchical *hier, int member)
     uint64_t        tag;
     bool            wanted = wants(hier, member, &kind, &tag);
 
-    if (gone && wanted) { /* what it sent before is there by now */
+    if (gone && wanted) { /* its earlier messages have arrived by now */
         int source;
 
         (void)smp_wire_receive(hier->wire, &source);
@@ -330,7 +330,8 @@ far_trouble(smp_hierarchical *hier, int member)
     return wanted && (far->left || gone) ? SMP_ERR_CLOSED : SMP_OK;
 }
 
-/* Whether that is why: such a member is named before those that go because of it. */
+/* Whether the member's death is the cause: it is named before members leaving because
+ * of it. */
 static bool
 is_death(const smp_hierarchical *hier, smp_status status, int member)
 {
@@ -403,7 +404,7 @@ smp_hierarchical_note(smp_hierarchical *hier)
     if (places != NULL && missing != hier->noted) {
         hier->noted = missing;
         for (int h = 0; h < hier->hosts.nhosts; h++) {
-            if (h != hier->host) { /* only words: who does not hear it waits */
+            if (h != hier->host) { /* only a text: an unheard one costs a wait */
                 (void)smp_wire_send(hier->wire, smp_hierarchical_leader(hier, h),
                                     SMP_PARCEL_NOTE, hier->sequence, 0, places,
                                     (size_t)n, NULL);
@@ -413,7 +414,7 @@ smp_hierarchical_note(smp_hierarchical *hier)
     free(places);
 }
 
-/* Whether something has changed for who waits. */
+/* Whether something has changed for a waiter. */
 static bool
 stirs(smp_hierarchical *hier)
 {
@@ -438,7 +439,7 @@ smp_hierarchical_wait(smp_hierarchical *hier, int64_t until_ns)
     }
     atomic_store(&own->waits, hier->barrier->step);
     smp_doorbell_lie_down(
-        &own->doorbell); /* before both looks: who gives up rings too */
+        &own->doorbell); /* before both looks: a member giving up rings too */
     if (!stirs(hier) && (!hier->waits_local ||
                          smp_epoch_barrier_trouble(hier->barrier, &place) == SMP_OK)) {
         smp_doorbell_sleep(&own->doorbell,

@@ -1,5 +1,5 @@
-/* What a hierarchical operation is made of: for hierarchical.c,
- * signature.c and stage.c, which carry it out. */
+/* The state of a hierarchical operation, for hierarchical.c, signature.c and
+ * stage.c. */
 #ifndef SMP_COMM_COLLECTIVE_INTER_HOST_HIERARCHICAL_STATE_H
 #define SMP_COMM_COLLECTIVE_INTER_HOST_HIERARCHICAL_STATE_H
 
@@ -16,7 +16,7 @@
 
 /* An operation's life goes from top to bottom. */
 typedef enum {
-    SMP_HIERARCHICAL_SHOWN,    /* this host's members show what they call */
+    SMP_HIERARCHICAL_SHOWN,    /* this host's members show their calls */
     SMP_HIERARCHICAL_ASKED,    /* a node leader waits for other hosts */
     SMP_HIERARCHICAL_COMPARED, /* the outcome is shown, or waited for */
     SMP_HIERARCHICAL_ON_ROUTE,
@@ -35,19 +35,19 @@ typedef struct {
     int                host;
     int                place;
     smp_said          *said;  /* owned: [size] */
-    smp_message      **calls; /* owned: [nhosts] of owned: what other hosts say */
-    smp_message **terms;    /* owned: [nhosts] of owned: what they sent to be merged */
-    smp_partial  *partials; /* owned: [npartials]; this host's nodes */
-    int           npartials;
-    double       *factors; /* owned: [npartials], as they travel */
-    smp_term     *merged;  /* owned: [nodes] */
-    uint64_t     *counts;  /* owned: [2 * size]: split sizes in the slots' form */
+    smp_message      **calls; /* owned: [nhosts] of owned: other hosts' signatures */
+    smp_message      **terms; /* owned: [nhosts] of owned: their terms to be merged */
+    smp_partial       *partials; /* owned: [npartials]; this host's nodes */
+    int                npartials;
+    double            *factors; /* owned: [npartials], as they travel */
+    smp_term          *merged;  /* owned: [nodes] */
+    uint64_t          *counts;  /* owned: [2 * size]: split sizes in the slots' form */
 
     smp_call               call; /* the operation under way, like all below */
     smp_notice             notice;
     uint64_t               sequence;
     smp_hierarchical_phase phase;
-    char                   refusal[320];
+    smp_refusal            refusal;
     size_t                 ticks;
     size_t                 tick;
     size_t                 stage;     /* of the route */
@@ -58,11 +58,11 @@ typedef struct {
     smp_block *own[SMP_ROUTE_SLOTS];  /* owned: this host's terms of this member's
                                          part, until they are merged */
     smp_block *result;                /* owned, or NULL */
-    bool       waits_local;           /* somebody on this host is missing */
-    int        noted; /* how many were missing when other hosts were told */
+    bool       waits_local;           /* a member on this host is missing */
+    int        noted; /* the number of missing ones in the last note to other hosts */
 } smp_hierarchical;
 
-/* The member that speaks for a host. */
+/* The node leader of a host. */
 static inline int
 smp_hierarchical_leader(const smp_hierarchical *hier, int host)
 {

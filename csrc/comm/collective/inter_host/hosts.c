@@ -35,9 +35,8 @@ is_on_one_host(const smp_hosts *hosts, int first, int n)
     return true;
 }
 
-/* The largest node that begins at `first`, in a tree over `size`, and is on one host.
- * Nodes that begin there have sizes of powers of two that divide it, or reach to the
- * end. */
+/* The largest node from `first`, in a tree over `size`, on one host.  Nodes from there
+ * have sizes of powers of two dividing `first`, or reach to the end. */
 static int
 largest_from(const smp_hosts *hosts, int first)
 {

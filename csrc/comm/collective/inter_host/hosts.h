@@ -1,5 +1,5 @@
-/* Which members of a group are on which host, and which nodes of the tree of sums
- * (comm/collective/kernels/reduce.h) a host has all to itself.
+/* The members of a group on each host, and the nodes of the tree of sums
+ * (comm/collective/kernels/reduce.h) within a host.
  *
  * Hosts are numbered by their lowest member; a host's members have places in their
  * order.
@@ -12,13 +12,12 @@
 
 #include "common/status.h"
 
-/* tree(first .. first + n), whose members are all on one host, and those of the node
- * above are not. */
+/* tree(first .. first + n), a largest node with all its members on one host. */
 typedef struct {
     int first;
     int n;
     int host;
-    int place; /* of member `first` on that host */
+    int place; /* of member `first` on the host */
 } smp_node;
 
 typedef struct {
@@ -32,12 +31,12 @@ typedef struct {
     int       nnodes;
 } smp_hosts;
 
-/* lowest[m] is the lowest member on m's host.  SMP_ERR_NO_MEMORY.  fini takes one that
- * is all zero. */
+/* lowest[m] is the lowest member on m's host.  SMP_ERR_NO_MEMORY.  fini takes an
+ * all-zero one. */
 smp_status smp_hosts_init(smp_hosts *hosts, const int *lowest, int size);
 void       smp_hosts_fini(smp_hosts *hosts);
 
-/* How many members a host has, and which is at a place. */
+/* The number of a host's members, and the member at a place. */
 static inline int
 smp_hosts_count(const smp_hosts *hosts, int host)
 {
@@ -50,7 +49,7 @@ smp_hosts_member(const smp_hosts *hosts, int host, int place)
     return hosts->order[hosts->starts[host] + place];
 }
 
-/* How many nodes a host has. */
+/* The number of a host's nodes. */
 int smp_hosts_nodes(const smp_hosts *hosts, int host);
 
 #endif

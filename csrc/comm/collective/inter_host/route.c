@@ -1,4 +1,4 @@
-/* Who sends what to whom, in which order. */
+/* The senders, ranges and receivers, in their order. */
 #include "comm/collective/inter_host/route.h"
 
 #include <stdlib.h>
@@ -7,11 +7,11 @@
 /* A member's range of one round is never shorter than this. */
 #define MIN_ROUND 4096
 
-/* Rounds that are on the way at a time: phase 0 of SMP_ROUTE_SLOTS, and what other
- * hosts have sent of the next phases. */
+/* Rounds on the way at a time: phase 0 of SMP_ROUTE_SLOTS, and other hosts' parcels of
+ * the next phases. */
 #define ROUNDS_ON_THE_WAY 8
 
-/* Of an all-reduce, which has the most. */
+/* The phases of an all-reduce, the most. */
 #define PHASES 3
 
 /* Tags of parcels of one round: a pair sends at most one of each. */
@@ -115,7 +115,7 @@ is_cut(smp_operation operation)
            operation == SMP_BROADCAST;
 }
 
-/* Elements of a range that are moved in one round. */
+/* Elements of a range moved in one round. */
 static size_t
 round_elements(const smp_route *route, const smp_call *call)
 {
@@ -154,8 +154,8 @@ cut(smp_range whole, int i, int n, size_t element)
 
 /* --------------------------------------------------------------------- the stages */
 
-/* Each member of this host has a range of `in` for `taker`, or, if that is -1, for all:
- * parts[of the member at a place of `host`, in this wave].  Without any: no stage. */
+/* Each member of this host has a range of `in` for `taker`, or for all if -1: parts[of
+ * the member at a place of `host`, in this wave].  Without any: no stage. */
 static smp_status
 add_share(smp_route *route, int host, int wave, int taker, const uint8_t *in,
           uint8_t *out)
@@ -403,7 +403,7 @@ plan_broadcast(smp_route *route, const smp_call *call, uint64_t tag, smp_range w
     return is_root ? SMP_OK : send_part(route, tag + TAG_RESULTS, in);
 }
 
-/* The ranges that the call gives to each pair with this member. */
+/* The call's ranges for each pair with this member. */
 static smp_range
 pair_range(const smp_route *route, const smp_call *call, size_t round, int source,
            int receiver)
@@ -462,7 +462,7 @@ plan_gather(smp_route *route, const smp_call *call, uint64_t tag, size_t round)
     return status;
 }
 
-/* Where this member's part begins in the tensor of the member at a place. */
+/* The beginning of this member's part in the tensor of the member at a place. */
 static size_t
 from_in(const smp_route *route, const smp_call *call, int place, size_t from)
 {
@@ -574,7 +574,7 @@ rounds_of(const smp_route *route, const smp_call *call)
     return (most + elements - 1) / elements;
 }
 
-/* Of the stages from `first` on, those of a phase. */
+/* Keeps a phase's among the stages from `first` on. */
 static void
 keep_phase(smp_route *route, size_t first, int phase)
 {

@@ -1,25 +1,25 @@
-/* How one operation goes through the hosts: a list of stages for each member.
+/* One operation's route through the hosts: a list of stages for each member.
  *
- * All members of a host have the same local stages in the same order, which are done
+ * All members of a host have the same local stages in the same order, and do them
  * together (comm/collective/intra_host/collective.h); the others are a member's own. No
  * stage but a receiving one waits for another host.
  *
  *   all-gather      Each member sends its tensor to one member of every other host, so
- *                   each byte goes once to each host; those share what has come.
+ *                   each byte goes once to each host; its members share the parts.
  *   broadcast       The root's host shares the tensor; then each of its members sends a
  *                   slice of it to every other host, as for an all-gather.
  *   reduce-scatter  For each receiver, one member of every host reduces that part of
- *                   its host's tensors as far as the tree of sums allows, which is to
- *                   the nodes that its host has to itself (hosts.h), and sends these
- *                   terms to the receiver, which merges them.
+ *                   its host's tensors as far as the tree of sums allows.  It sends
+ *                   these terms, of the nodes within the host (hosts.h), to the
+ *                   receiver.  The receiver merges them.
  *   all-reduce      A reduce-scatter of even parts, then an all-gather of them.
- *   reduce          A reduce-scatter among the members of the root's host, which then
- *                   have the root gather the result.
+ *   reduce          A reduce-scatter among the members of the root's host; then the
+ *                   root gathers the result.
  *   others          Each pair on its own.
  *
- * Large tensors go in rounds, each of which has its stages.  A round's phases are
- * parted by what it awaits from other hosts; rounds overlap in a pipeline, so that
- * bytes of one are on the way while another is summed and copied.  Its ticks:
+ * Large tensors go in rounds, each with its stages.  A round's phases are parted by its
+ * waits for other hosts.  Rounds overlap in a pipeline, so that bytes of one are on the
+ * way while another is summed and copied.  Its ticks:
  *
  *     tick     0    1    2    3    4    5 ...
  *     phase 0  r0   r1   r2   r3   r4   r5     sends to other hosts
@@ -49,15 +49,15 @@ typedef enum {
     SMP_STAGE_RECEIVE,
 } smp_stage_kind;
 
-/* The local ones go by `ranges`, one for each place on the host: SHARE: what the member
- * there has for others; REDUCE: what it reduces; EXCHANGE: what this member takes from
- * there, and after these what it has for there. */
+/* The local ones go by `ranges`, one for each place on the host: SHARE: its member's
+ * for others; REDUCE: its member's to reduce; EXCHANGE: the ranges taken from each
+ * place by this member, and after these its own for each place. */
 typedef struct {
     smp_stage_kind kind;
     int            phase;
     int            slot;   /* REDUCE, MERGE: where terms for this member wait */
     int            peer;   /* member; of REDUCE: for whom this one's terms are, or -1 */
-    int            taker;  /* SHARE: the place of the only member that takes, or -1 */
+    int            taker;  /* SHARE: the place of the only taking member, or -1 */
     uint64_t       tag;    /* of the parcel */
     smp_range      range;  /* MERGE: count, and where it goes */
     size_t         ranges; /* where its own begin in the route's */
@@ -70,7 +70,7 @@ typedef struct {
     const smp_hosts *hosts; /* borrowed */
     int              self;
     size_t           round_bytes; /* of tensors in one round, about */
-    int              phase;       /* of what is planned */
+    int              phase;       /* of the plan */
     int              slot;        /* ... and of its round */
     smp_stage       *stages;      /* owned: [nstages], of this tick */
     size_t           nstages;
@@ -90,19 +90,19 @@ typedef struct {
 /* Ticks from a phase of a round to its next. */
 #define SMP_ROUTE_AHEAD 2
 
-/* Rounds of which terms wait at a time. */
+/* Rounds with terms waiting at a time. */
 #define SMP_ROUTE_SLOTS (SMP_ROUTE_AHEAD + 1)
 
-/* bytes: of tensors that are on the way at a time, about.  SMP_ERR_NO_MEMORY.  fini
- * takes one that is all zero. */
+/* bytes: of tensors on the way at a time, about.  SMP_ERR_NO_MEMORY.  fini takes an
+ * all-zero one. */
 smp_status smp_route_init(smp_route *route, const smp_hosts *hosts, int self,
                           size_t bytes);
 void       smp_route_fini(smp_route *route);
 
-/* How many ticks a call takes. */
+/* The number of a call's ticks. */
 size_t smp_route_ticks(const smp_route *route, const smp_call *call);
 
-/* The elements of `result` that smp_route_plan() wants at this member. */
+/* The elements of this member's `result` for smp_route_plan(). */
 size_t smp_route_result(const smp_route *route, const smp_call *call);
 
 /* Makes the stages of a tick.  SMP_ERR_NO_MEMORY. */

@@ -8,8 +8,8 @@
 
 /* The outcome in the node leader's slot. */
 typedef struct {
-    uint64_t agreed;
-    char     refusal[320];
+    uint64_t    agreed;
+    smp_refusal refusal;
 } outcome;
 
 static const uint64_t *
@@ -24,7 +24,7 @@ name_of(const smp_hierarchical *hier, int member)
     return smp_comm_name(hier->wire->comm, hier->wire->members[member].rank);
 }
 
-/* What this host's members have shown. */
+/* Reads the signatures shown by this host's members. */
 static void
 hear_host(smp_hierarchical *hier)
 {
@@ -38,8 +38,8 @@ hear_host(smp_hierarchical *hier)
     }
 }
 
-/* An all-to-all with split sizes needs to know where its parts lie in this host's
- * tensors; if not all have called it, what comes out is not used. */
+/* An all-to-all with split sizes needs the places of its parts in this host's tensors.
+ * If not all have called it, the result is not used. */
 static void
 find_parts(smp_hierarchical *hier)
 {
@@ -67,7 +67,7 @@ smp_signature_read(smp_hierarchical *hier)
     find_parts(hier);
 }
 
-/* Bytes that a member's call takes in a parcel. */
+/* Bytes of a member's call in a parcel. */
 static size_t
 said_bytes(const smp_hierarchical *hier, const smp_notice *notice)
 {
@@ -113,8 +113,8 @@ smp_signature_send(smp_hierarchical *hier, int *member)
     return status;
 }
 
-/* What another host's members call, from its node leader's parcel; false: it makes no
- * sense. */
+/* The calls of another host's members, from its node leader's parcel; false: it makes
+ * no sense. */
 static bool
 hear(smp_hierarchical *hier, int host, const smp_message *message)
 {
@@ -175,20 +175,19 @@ smp_signature_compare(smp_hierarchical *hier)
     outcome *v = (outcome *)(void *)smp_hierarchical_next_slot(hier)->data;
     size_t   most;
 
-    v->agreed =
-        smp_agreement(hier->said, hier->size, &most, v->refusal, sizeof(v->refusal));
+    v->agreed = smp_agreement(hier->said, hier->size, &most, &v->refusal);
     smp_signature_forget(hier);
 }
 
 bool
-smp_signature_agreed(const smp_hierarchical *hier, char *refusal, size_t bytes)
+smp_signature_agreed(const smp_hierarchical *hier, smp_refusal *refusal)
 {
     const smp_slot *slot =
         smp_epoch_barrier_slot(hier->barrier, 0, hier->barrier->step);
     const outcome *v = (const outcome *)(const void *)slot->data;
 
     if (v->agreed == 0) {
-        snprintf(refusal, bytes, "%s", v->refusal);
+        *refusal = v->refusal;
     }
     return v->agreed != 0;
 }

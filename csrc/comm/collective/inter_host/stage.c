@@ -5,7 +5,7 @@
 
 #include "comm/memory/block.h"
 
-/* What is merged at a time: bytes of the result. */
+/* Bytes of the result merged at a time. */
 #define MERGE_BYTES ((size_t)256 << 10)
 
 /* A block for a member of another host. */
@@ -16,8 +16,8 @@ take_block(smp_hierarchical *hier, int member, size_t bytes, smp_block **out)
                           out);
 }
 
-/* A block that stays here: of this rank's pool, which is asked for in the name of
- * anyone who has not left. */
+/* A block for use here: of this rank's pool, asked for in the name of any member that
+ * has not left. */
 smp_status
 smp_hierarchical_own_block(smp_hierarchical *hier, size_t bytes, smp_block **out)
 {
@@ -54,7 +54,7 @@ host_bytes(const smp_hierarchical *hier, int host, size_t count)
     return bytes;
 }
 
-/* A block for the terms of `count` elements, to which the partials lead. */
+/* A block for the terms of `count` elements, the target of the partials. */
 static smp_status
 make_terms(smp_hierarchical *hier, int peer, size_t count)
 {
@@ -126,7 +126,7 @@ begin_local(smp_hierarchical *hier, const smp_stage *stage, int *member)
     return SMP_OK;
 }
 
-/* One step of a local stage, which all have posted; *done: it was the last. */
+/* One step of a local stage, posted by all; *done: it was the last. */
 static smp_status
 step_local(smp_hierarchical *hier, const smp_stage *stage, bool *done, int *member)
 {
@@ -217,8 +217,8 @@ receive_stage(smp_hierarchical *hier, const smp_stage *stage, bool *done)
     return SMP_OK;
 }
 
-/* Finds the terms of a host in its block; those of a member that is alone on its host
- * are its tensor. */
+/* Finds the terms of a host in its block; a member alone on its host has its tensor as
+ * terms. */
 static void
 find_terms(smp_hierarchical *hier, const smp_stage *stage, int host)
 {

@@ -1,4 +1,4 @@
-/* Hellos, and parcels that wait to be asked for. */
+/* Hellos, and kept parcels. */
 #define _GNU_SOURCE
 #include "comm/collective/inter_host/wire.h"
 
@@ -8,7 +8,7 @@
 
 #include "comm/collective/checks/agreement.h"
 #include "comm/collective/checks/identity.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 
 static smp_parcel
@@ -89,7 +89,7 @@ smp_wire_fail(smp_wire *wire, uint64_t sequence, smp_status status, const char *
     for (int m = 0; m < wire->size; m++) {
         const smp_far *far = &wire->members[m];
 
-        /* One that is gone needs no news. */
+        /* A departed one needs no news. */
         if (!far->local && far->nonce != 0) {
             (void)smp_wire_send(wire, m, SMP_PARCEL_FAILED, sequence, status, why,
                                 strlen(why) + 1, NULL);
@@ -112,7 +112,7 @@ take_hello(smp_wire *wire, const smp_parcel *hello)
     return is_new ? send_hello(wire, hello->member) : SMP_OK;
 }
 
-/* The member of another host that a message comes from, or -1. */
+/* The message's sender, a member of another host, or -1. */
 static int
 member_at(const smp_wire *wire, int rank)
 {
@@ -138,7 +138,7 @@ is_early(const smp_wire *wire, const smp_message *message, int member)
            wire->members[member].nonce != head.nonce;
 }
 
-/* Whether it is what that member sends; who has another list of members may give itself
+/* Whether the message is that member's; a sender with another list of members may have
  * another number. */
 static smp_status
 check(const smp_wire *wire, const smp_message *message, int member)
@@ -175,7 +175,7 @@ take_failure(smp_far *far, const smp_message *message)
     return SMP_OK;
 }
 
-/* Other groups may look at what is kept. */
+/* Other groups may look at kept parcels. */
 static void
 keep(smp_wire *wire, smp_message *message)
 {
@@ -191,7 +191,7 @@ keep(smp_wire *wire, smp_message *message)
     smp_lock_release(lock);
 }
 
-/* Takes it out of what is kept. */
+/* Takes it out of the kept ones. */
 static smp_message *
 unkeep(smp_wire *wire, smp_message **at)
 {
@@ -316,7 +316,7 @@ smp_wire_take(smp_wire *wire, smp_parcel_kind kind, int member, uint64_t sequenc
     return *at != NULL ? unkeep(wire, at) : NULL;
 }
 
-/* What smp_wire_elsewhere() looks for, and where it goes. */
+/* The rank sought by smp_wire_elsewhere(), and the place of the result. */
 typedef struct {
     int    rank;
     char  *name;
@@ -325,7 +325,7 @@ typedef struct {
     size_t call_bytes;
 } elsewhere;
 
-/* Who speaks for its host says first what it calls itself. */
+/* A node leader's parcel begins with its own call. */
 static bool
 is_call_of(void *arg, const char *name, const smp_message *message)
 {
@@ -394,7 +394,7 @@ smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks, const bool *loca
     return status;
 }
 
-/* A member that has not greeted and has ended, or -1. */
+/* A member ended without a greeting, or -1. */
 static int
 find_gone(const smp_wire *wire)
 {
@@ -412,7 +412,7 @@ find_gone(const smp_wire *wire)
 static smp_status
 look_for_hellos(smp_wire *wire, int *failed)
 {
-    /* Before the look at what came: what an ended one sent is there by then. */
+    /* Before the look at arrivals: an ended one's messages are there by then. */
     int        gone = find_gone(wire);
     int        member = wire->self;
     smp_status status = smp_wire_receive(wire, &member);
@@ -428,7 +428,7 @@ look_for_hellos(smp_wire *wire, int *failed)
     for (int m = 0; m < wire->size; m++) {
         const smp_far *far = &wire->members[m];
 
-        /* One that has greeted may have made the group, and left it. */
+        /* A member may have greeted, made the group, and left it. */
         if (far->failed != SMP_OK && far->failed_in == 0) {
             *failed = far->rank;
             return far->failed;
@@ -490,7 +490,7 @@ smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell, const smp_deadline *deadli
             return left;
         }
         smp_doorbell_lie_down(doorbell);
-        if (!smp_wire_stirs(wire)) { /* nobody rings for a dead member */
+        if (!smp_wire_stirs(wire)) { /* a dead member does not ring */
             smp_doorbell_sleep(doorbell, now + SMP_DEADLINE_LOOK_NS);
         }
         smp_doorbell_get_up(doorbell);
@@ -517,7 +517,7 @@ smp_wire_fini(smp_wire *wire)
         free(far->why);
     }
     smp_channel_close(smp_comm_post(wire->comm), &wire->channel);
-    while (wire->channel.kept != NULL) { /* nobody else sees them now */
+    while (wire->channel.kept != NULL) { /* no other reader now */
         smp_message *message = wire->channel.kept;
 
         wire->channel.kept = message->next;

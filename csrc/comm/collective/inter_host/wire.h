@@ -1,11 +1,11 @@
-/* What members of a group on different hosts send each other, through their comm.
+/* Parcels between members of a group on different hosts, through their comm.
  *
- * They meet by a hello from each to each, which carries a random nonce; from then on a
- * parcel goes to the nonce of its receiver, so that no group takes what was meant for
- * an earlier one.  Parcels are kept until somebody asks for them.
+ * They meet by a hello from each to each, with a random nonce.  From then on a parcel
+ * goes to the nonce of its receiver, so no group takes an earlier group's.  Parcels are
+ * kept until taken.
  *
- * Ownership  A wire borrows its comm.  A parcel that was taken is its taker's, who
- *            gives it back by smp_message_free().
+ * Ownership  A wire borrows its comm.  A taken parcel is its taker's, given back by
+ *            smp_message_free().
  * Threads    one at a time; parcels are received by the comm's progress thread.
  */
 #ifndef SMP_COMM_COLLECTIVE_INTER_HOST_WIRE_H
@@ -18,35 +18,35 @@
 
 #include "comm/collective/checks/call.h"
 #include "comm/collective/checks/rank_list.h"
-#include "comm/comm.h"
-#include "comm/post.h"
+#include "comm/messaging/comm.h"
+#include "comm/messaging/post.h"
 #include "common/deadline.h"
 #include "common/status.h"
 
 typedef enum {
     SMP_PARCEL_HELLO,
-    SMP_PARCEL_CALLS, /* what the members of a host call */
-    SMP_PARCEL_NOTE,  /* which members of a host have not come yet */
+    SMP_PARCEL_CALLS, /* the calls of a host's members */
+    SMP_PARCEL_NOTE,  /* a host's members yet to come */
     SMP_PARCEL_DATA,
     SMP_PARCEL_FAILED, /* its sender gives up: status, and why in words */
     SMP_PARCEL_LEFT,   /* its sender has destroyed the group */
     SMP_PARCELS
 } smp_parcel_kind;
 
-/* How every parcel begins. */
+/* The beginning of every parcel. */
 typedef struct {
     smp_post_head post;
     uint32_t      kind;
-    int32_t       member;   /* that sends it */
+    int32_t       member;   /* its sender */
     uint64_t      sequence; /* of the operation */
-    uint64_t      tag;      /* DATA: which; FAILED: the status */
+    uint64_t      tag;      /* DATA: its number; FAILED: the status */
     uint64_t      nonce;    /* HELLO: the sender's, */
     uint64_t      known;    /* ... the receiver's, if it has come, or 0, */
     uint64_t      digest;   /* ... of the list of members, */
     uint64_t      host;     /* ... and the lowest member on the sender's host */
 } smp_parcel;
 
-/* What is known of a member. */
+/* A member as known here. */
 typedef struct {
     int        rank;  /* of the comm */
     bool       local; /* it is on this host, and gets no parcels */
@@ -55,7 +55,7 @@ typedef struct {
     uint64_t   nonce; /* 0: no hello has come */
     int        host;  /* the lowest member on its host */
     smp_status failed;
-    uint64_t   failed_in; /* the operation in which it gave up */
+    uint64_t   failed_in; /* the operation of its giving up */
     char      *why;       /* owned; NULL: it has not said */
 } smp_far;
 
@@ -86,35 +86,35 @@ smp_status smp_wire_init(smp_wire *wire, smp_comm *comm, const int *ranks,
 smp_status smp_wire_meet(smp_wire *wire, smp_doorbell *doorbell,
                          const smp_deadline *deadline, int *failed);
 
-/* Adds the members of other hosts that have not come to a meeting. */
+/* Adds the members of other hosts missing at a meeting. */
 void smp_wire_absent(const smp_wire *wire, smp_rank_list *absent);
 
-/* Tells the others that this member is leaving.  Takes one that is all zero. */
+/* Tells the others of this member's leave.  Takes an all-zero one. */
 void smp_wire_fini(smp_wire *wire);
 
 /* Sends a parcel to a member of another host: a copy of `rest` behind the head, and a
- * block, if it is not NULL, which it takes.  SMP_ERR_PEER_LOST, SMP_ERR_CLOSED,
- * SMP_ERR_NO_MEMORY. */
+ * block, taken, or NULL.  SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_NO_MEMORY. */
 smp_status smp_wire_send(smp_wire *wire, int member, smp_parcel_kind kind,
                          uint64_t sequence, uint64_t tag, const void *rest,
                          size_t bytes, smp_block *block);
 
-/* Tells all other hosts' members that this one has given up. */
+/* Tells all other hosts' members of this one's giving up. */
 void smp_wire_fail(smp_wire *wire, uint64_t sequence, smp_status status,
                    const char *why);
 
-/* Sorts in what has come.  SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY: *member sent it. */
+/* Sorts in the arrived parcels.  SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY: *member is the
+ * sender. */
 smp_status smp_wire_receive(smp_wire *wire, int *member);
 
-/* Whether something has come that is not sorted in. */
+/* Whether a parcel has come and is not sorted in. */
 static inline bool
 smp_wire_stirs(const smp_wire *wire)
 {
     return atomic_load(&wire->channel.count) != 0;
 }
 
-/* Takes the first parcel of that kind, sender, operation and tag; NULL: it is not
- * there. */
+/* Takes the first parcel of this kind, sender, operation and tag; NULL: none has
+ * come. */
 smp_message *smp_wire_take(smp_wire *wire, smp_parcel_kind kind, int member,
                            uint64_t sequence, uint64_t tag);
 
@@ -122,12 +122,12 @@ smp_message *smp_wire_take(smp_wire *wire, smp_parcel_kind kind, int member,
 const smp_message *smp_wire_find(const smp_wire *wire, smp_parcel_kind kind, int member,
                                  uint64_t sequence, uint64_t tag);
 
-/* What a member of another host calls in another group, where this rank has not yet
- * looked: the group's name and the call, in words.  False: nothing is known of it. */
+/* The call of a member of another host in another group, from parcels not yet taken by
+ * this rank: the group's name and the call, in words.  False: none is known. */
 bool smp_wire_elsewhere(const smp_wire *wire, int member, char *name, size_t name_bytes,
                         char *call, size_t call_bytes);
 
-/* What is behind the head. */
+/* The bytes behind the head. */
 static inline const uint8_t *
 smp_parcel_rest(const smp_message *message, size_t *bytes)
 {

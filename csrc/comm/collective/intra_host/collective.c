@@ -1,4 +1,4 @@
-/* What the members put into their slots, and what they make of it. */
+/* The members' writes to their slots, and reads of all. */
 #include "comm/collective/intra_host/collective.h"
 
 #include <assert.h>
@@ -10,18 +10,18 @@
 #include "comm/collective/kernels/columns.h"
 #include "comm/collective/kernels/copy.h"
 
-/* What is written to one member after the other while it is in the first cache. */
+/* Bytes written to one member after the other while in the first cache. */
 #define WRITE_BYTES ((size_t)16 << 10)
 
-/* What is fetched at a time to be reduced (from all members together, so that it stays
- * in the second cache), or copied. */
+/* Bytes fetched at a time for a reduction (from all members together, so that they stay
+ * in the second cache), or a copy. */
 #define FETCH_BYTES ((size_t)256 << 10)
 #define COPY_BYTES ((size_t)1 << 20)
 
-/* The least that one member's piece of FETCH_BYTES has. */
+/* The least of one member's piece of FETCH_BYTES. */
 #define MIN_FETCH ((size_t)4 << 10)
 
-/* Elements of a member's piece of what is fetched. */
+/* Elements of a member's piece of a fetch. */
 static size_t
 fetch_elements(const smp_collective *op)
 {
@@ -32,7 +32,7 @@ fetch_elements(const smp_collective *op)
 
 /* ----------------------------------------------------------------------- filling */
 
-/* The window of a range that goes through the slots in `round`. */
+/* The window of a range through the slots in `round`. */
 static smp_range
 window(const smp_collective *op, smp_range range, size_t round)
 {
@@ -132,7 +132,7 @@ fill(smp_collective *op, smp_slot *slot)
 
 /* ------------------------------------------------------------------------ reading */
 
-/* Reduces terms, which were found, to the partials' places. */
+/* Reduces the found terms to the partials' places. */
 static void
 reduce_partials(smp_collective *op, size_t to, size_t count)
 {
@@ -151,7 +151,7 @@ reduce_partials(smp_collective *op, size_t to, size_t count)
     }
 }
 
-/* Reduces terms, which were found, into out[to .. to + count). */
+/* Reduces the found terms into out[to .. to + count). */
 static void
 reduce_terms(smp_collective *op, size_t to, size_t count)
 {
@@ -275,7 +275,7 @@ copy_bytes(const smp_collective *op, uint8_t *to, const uint8_t *from, size_t by
     }
 }
 
-/* Copies the next piece of what member `m` has at `from`; true: that was the last. */
+/* Copies the next piece of member `m`'s range at `from`; true: the last one. */
 static smp_status
 copy_memory(smp_collective *op, int m, uint64_t from, smp_range range, bool *last)
 {
@@ -302,7 +302,7 @@ copy_memory(smp_collective *op, int m, uint64_t from, smp_range range, bool *las
     return status;
 }
 
-/* One piece of the member whose turn it is; members begin with different ones. */
+/* One piece of the member in turn; members begin with different ones. */
 static smp_status
 copy_turn(smp_collective *op, bool *whole, int *member)
 {
@@ -361,7 +361,7 @@ collect_memory(smp_collective *op, bool *whole, int *member)
     if (op->step + 1 == op->steps) { /* the last is only waiting */
         return SMP_OK;
     }
-    /* A member that gave up, perhaps before this one came, uses its tensors again. */
+    /* A member uses its tensors again after giving up, perhaps before this one came. */
     status = smp_epoch_barrier_given_up(op->barrier, member);
     if (status != SMP_OK) {
         return status;
@@ -453,7 +453,7 @@ smp_collective_fini(smp_collective *op)
     free(op->fetched);
 }
 
-/* What is the same for every way to begin. */
+/* The common part of every way to begin. */
 static void
 reset(smp_collective *op)
 {
@@ -482,7 +482,7 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
     op->header = (lists * (size_t)barrier->size * sizeof(uint64_t) + 63) / 64 * 64;
     op->shared = call->operation != SMP_REDUCE_SCATTER &&
                  call->operation != SMP_SCATTER && call->operation != SMP_ALL_TO_ALL;
-    /* Until the other members' split sizes are there, nobody knows how many steps. */
+    /* The number of steps is unknown until the other members' split sizes are there. */
     op->data_step = op->call.out_counts != NULL;
     smp_plan_ranges(op);
     if (op->call.gather != NULL || op->call.offer != NULL) {
@@ -520,7 +520,7 @@ smp_collective_finish(smp_collective *op)
 {
     char why[SMP_DRIVER_TEXT];
 
-    /* If that fails, the mark is never over. */
+    /* A failure here leaves the mark never over. */
     if (op->way == SMP_BY_DEVICE && op->devices.exchange != NULL) {
         (void)smp_exchange_finish(op->devices.exchange, op->call.gather, why);
     }
@@ -564,7 +564,7 @@ smp_collective_see(smp_collective *op)
 }
 
 bool
-smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
+smp_collective_agreed(smp_collective *op, smp_refusal *refusal)
 {
     size_t most = 0;
 
@@ -574,7 +574,7 @@ smp_collective_agreed(smp_collective *op, char *text, size_t bytes)
             .notice = notice_of(op, m),
             .counts = smp_plan_counts(op, m)};
     }
-    if (!smp_agreement(op->said, op->barrier->size, &most, text, bytes)) {
+    if (!smp_agreement(op->said, op->barrier->size, &most, refusal)) {
         return false;
     }
     smp_collective_see(op);

@@ -15,7 +15,7 @@
 #include "comm/collective/intra_host/epoch_barrier.h"
 #include "common/status.h"
 
-/* SMP_ERR_NO_MEMORY.  fini takes one that is all zero. */
+/* SMP_ERR_NO_MEMORY.  fini takes an all-zero one. */
 smp_status smp_collective_init(smp_collective *op, smp_epoch_barrier *barrier);
 void       smp_collective_fini(smp_collective *op);
 
@@ -24,19 +24,19 @@ void       smp_collective_fini(smp_collective *op);
 smp_status smp_collective_begin(smp_collective *op, const smp_call *call,
                                 uint64_t sequence);
 
-/* By device: tells it what belongs to the present step, before that is posted.
+/* By device: gives it the work of the present step, before the step is posted.
  * SMP_ERR_SYSTEM, with op->why. */
 smp_status smp_collective_prepare(smp_collective *op);
 
 /* By device: the operation is over before its time, perhaps. */
 void smp_collective_finish(smp_collective *op);
 
-/* A part of an operation of a larger group, of which these members are on one host.
- * They are known to call the same. */
+/* A part of an operation of a larger group, with these members on one host.  Their
+ * calls are known to agree. */
 typedef struct {
-    smp_operation operation; /* SMP_ALL_GATHER: each has one range for others,
-                                SMP_ALL_TO_ALL: one for each other, and
-                                SMP_REDUCE_SCATTER: one that it reduces */
+    smp_operation
+        operation; /* SMP_ALL_GATHER: each has one range for others, SMP_ALL_TO_ALL: one
+                      for each other, and SMP_REDUCE_SCATTER: one to reduce */
     const void        *in;
     void              *out;
     size_t             most;     /* elements of the longest range; the same on all */
@@ -44,25 +44,25 @@ typedef struct {
     int                npartials;
 } smp_local_part;
 
-/* Begins it, with op->pulls and op->pushes, which the caller has filled; `notice` is
- * what the slots say of the larger operation. */
+/* Begins it, with op->pulls and op->pushes filled by the caller; `notice` is the larger
+ * operation's in the slots. */
 void smp_collective_begin_part(smp_collective *op, const smp_call *call,
                                const smp_local_part *part, const smp_notice *notice);
 
-/* What all said in the first step of a part, which they have posted. */
+/* Reads the notices of the first step of a part, posted by all. */
 void smp_collective_see(smp_collective *op);
 
-/* Whether all members call the same, once they have posted the first step; else says
- * who calls what. */
-bool smp_collective_agreed(smp_collective *op, char *text, size_t bytes);
+/* Whether all members' calls agree, once they have posted the first step; else names
+ * the different calls. */
+bool smp_collective_agreed(smp_collective *op, smp_refusal *refusal);
 
-/* Reads what the members posted; *whole: the step is done.  SMP_ERR_SYSTEM: *member's
- * memory cannot be read; if that is this one, its device failed (op->why).
- * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED: it has none any more. What *member gave up with:
- * it is not for others to use any more. */
+/* Reads the members' slots or memory; *whole: the step is done.  SMP_ERR_SYSTEM:
+ * *member's memory cannot be read; for this member itself, its device failed (op->why).
+ * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED: it has no memory any more.  The status of
+ * *member's giving up: its memory is not for others to use any more. */
 smp_status smp_collective_collect(smp_collective *op, bool *whole, int *member);
 
-/* Bytes of `out` into which all members write, if op->writes. */
+/* Bytes of `out` written by all members, if op->writes. */
 size_t smp_collective_written(const smp_collective *op);
 
 /* Goes to the next step and fills its slot; false: there is none. */

@@ -1,4 +1,4 @@
-/* What an operation of a group is made of, and the ways that it goes.
+/* The state of a group's operation, and its ways.
  *
  * Every operation is a set of pulls: each member takes ranges of the others' `in` and
  * copies or reduces them into its `out`.  There are four ways.
@@ -6,18 +6,18 @@
  *   SLOTS   In each step a member puts the next piece of its `in` into its slot: one
  *           for all, or a cell for each member.  Data come with the first step.
  *           Columns of matrices always go so, straight from and into their rows.
- *   SPLIT   All-reduce through the slots when it is not small: of each piece, every
- *           member reduces a part in one step, and takes the other parts in the next.
- *   MEMORY  A member reads the others' memory, at the addresses that came with the
- *           first step; the last step says that the reading is over.  All-reduce has
- *           one between: every member reduces a part, and takes the others'.  What lies
- *           in a pool is read where it is mapped, without system calls; and if all
- *           outputs of an all-gather do, members write into them, which reads each
- *           input once instead of once for each member.  Whether it does turns out in
- *           the first step: what the slots have by then is left there.
+ *   SPLIT   A larger all-reduce through the slots: of each piece, every member reduces
+ *           a part in one step, and takes the other parts in the next.
+ *   MEMORY  A member reads the others' memory, at the addresses of the first step; the
+ *           last step ends the reading.  All-reduce has one between: every member
+ *           reduces a part, and takes the others'.  Memory of a pool is read where
+ *           mapped, without system calls.  If all outputs of an all-gather lie there,
+ *           members write into them, and each input is read once instead of once for
+ *           each member.  The first step decides on this way: slots filled by then are
+ *           left.
  *
  *   DEVICE  An all-gather of tensors on devices: steps are the rounds of
- *           comm/device/exchange.h.  MEETING: the operation before the first such
+ *           comm/device/exchange.h.  MEETING: the operation before the first of these
  *           (comm/collective/intra_host/devices.h).
  */
 #ifndef SMP_COMM_COLLECTIVE_INTRA_HOST_COLLECTIVE_STATE_H
@@ -42,9 +42,9 @@ typedef enum {
 } smp_way;
 
 /* A node of the tree over a larger group: its term goes to `out`, at the range's `to`.
- * With one member below it, that one's tensor itself. */
+ * With one member below, that member's tensor itself. */
 typedef struct {
-    int      first; /* member, and how many from it */
+    int      first; /* member, and the number from it on */
     int      n;
     uint8_t *out; /* borrowed */
 } smp_partial;
@@ -67,7 +67,7 @@ typedef struct {
     smp_devices devices;
     char        why[SMP_DRIVER_TEXT]; /* a device failed, in the driver's words */
 
-    const smp_partial *partials;  /* borrowed: what a reduction is to give instead of */
+    const smp_partial *partials;  /* borrowed: a reduction's results instead of */
     int                npartials; /* ... the reduced tensors; 0: those */
 
     smp_call call;    /* the operation under way, like all below */
@@ -80,12 +80,12 @@ typedef struct {
     size_t   header;      /* bytes of the counts in a slot */
     size_t   cell;        /* bytes for one member in a slot */
     bool     writes;      /* by memory: members write into the targets */
-    bool     is_small;    /* so that only the slots come into question */
-    bool     is_large;    /* so that what is copied goes past the caches */
+    bool     is_small;    /* only the slots come into question */
+    bool     is_large;    /* copies go past the caches */
     size_t   data_step;   /* by slots: the first with data */
     size_t   steps;       /* of the operation */
     size_t   step;        /* now */
-    int      turn;        /* by memory: pulls that are done, and */
+    int      turn;        /* by memory: finished pulls, and */
     size_t   turn_offset; /* elements of the next */
 } smp_collective;
 

@@ -1,4 +1,4 @@
-/* What members show each other of their devices, and what becomes of it. */
+/* The meeting of members' devices, and its outcome. */
 #include "comm/collective/intra_host/devices.h"
 
 #include <stdatomic.h>
@@ -7,13 +7,13 @@
 #include <string.h>
 
 #include "comm/device/port.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/log.h"
 
-/* In a slot of the meeting; the card in that of the first step alone. */
+/* In a slot of the meeting; the card in the first step's alone. */
 typedef struct {
     uint32_t          willing;
-    uint32_t          tried; /* ... and that is why it is not willing */
+    uint32_t          tried; /* ... and this is why it is not willing */
     char              why[SMP_DRIVER_TEXT];
     smp_exchange_card card;
 } vote;
@@ -27,7 +27,7 @@ vote_of(const smp_devices *devices, int member, uint64_t step)
     return (vote *)(void *)(slot->data + devices->skip);
 }
 
-/* The own one, in the step that will be posted next. */
+/* The own one, in the next step. */
 static vote *
 next_vote(const smp_devices *devices)
 {
@@ -36,7 +36,7 @@ next_vote(const smp_devices *devices)
     return vote_of(devices, barrier->self, barrier->step + 1);
 }
 
-/* The first member that is not willing says why, to all alike; true: there is none. */
+/* The first unwilling member's reason, alike for all; true: none. */
 static bool
 all_willing(smp_devices *devices)
 {
@@ -70,8 +70,7 @@ offer_exchange(smp_devices *devices, const smp_device_offer *offer)
     const smp_epoch_barrier *barrier = devices->barrier;
     vote                    *own = next_vote(devices);
 
-    smp_devices_fini(
-        devices); /* what an earlier meeting left, in which calls differed */
+    smp_devices_fini(devices); /* left by an earlier meeting with different calls */
     memset(own, 0, sizeof(*own));
     if (smp_device_is_distrusted(smp_comm_device(barrier->comm))) {
         snprintf(own->why, sizeof(own->why), "a trial in another group failed");
@@ -102,13 +101,13 @@ open_exchange(smp_devices *devices, vote *own)
     for (int m = 0; m < barrier->size; m++) {
         cards[m] = vote_of(devices, m, barrier->step)->card;
     }
-    /* Before it is said that all is open: see smp_exchange_retire(). */
+    /* Before the vote that all is open: see smp_exchange_retire(). */
     atomic_store(&barrier->members[barrier->self].control->holds, 1);
     own->willing = smp_exchange_open(devices->exchange, cards, own->why);
     free(cards);
 }
 
-/* What became of a part of the trial goes into the own slot. */
+/* The outcome of a part of the trial goes into the own slot. */
 static void
 say(vote *own, bool well)
 {

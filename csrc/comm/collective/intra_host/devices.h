@@ -1,18 +1,19 @@
-/* How the members of a group gather tensors of their devices (comm/device/exchange.h),
- * if all are on one host.
+/* Gathers of tensors on the devices of a group's members (comm/device/exchange.h), all
+ * on one host.
  *
  * They *meet* once, in an operation of SMP_DEVICES_STEPS steps: each shows the others
- * what it has made on its device, opens what they have made, gathers patterns with them
- * in the rounds of a trial, and says in each step whether all went well.  Either it did
- * for all, or none uses it ever after: the answer is the same on all.  After a trial
- * that failed one of them has warned (smp_warn), and no other group of the comm tries.
+ * the handles of its device's memory, and opens theirs.  Each gathers patterns with
+ * them in the rounds of a trial, and votes in each step.  Without all votes, no member
+ * uses the device ever after: the answer is the same on all.  After a failed trial one
+ * of them has warned (smp_warn), and no other group of the comm tries.
  *
  * Then each gather is a number of rounds, one step each: before a member posts the step
- * its device is told to fill its half, and when all have, to drain the others'.
+ * its device is told to fill its half, and after all posts, to drain the others'.
  *
- * Status   Run by ranks that share one H100, not yet between two GPUs; the tests have a
+ * Status   Run by ranks on one shared H100, not yet between two GPUs; the tests have a
  *          stand-in for the driver (tests/core/stand_in.c).  A group of several hosts
- * does not meet: its all-gathers of GPUs go through NCCL. Threads  one at a time.
+ *          does not meet: its all-gathers of GPUs go through NCCL.
+ * Threads  one at a time.
  */
 #ifndef SMP_COMM_COLLECTIVE_INTRA_HOST_DEVICES_H
 #define SMP_COMM_COLLECTIVE_INTRA_HOST_DEVICES_H
@@ -27,28 +28,28 @@
 /* The offer, the rounds of the trial, and the last vote. */
 #define SMP_DEVICES_STEPS (2 + SMP_TRIAL_ROUNDS)
 
-/* Room for a rank and what it says. */
+/* Room for a rank and its reason. */
 #define SMP_DEVICES_TEXT (SMP_DRIVER_TEXT + 32)
 
 typedef struct {
     smp_epoch_barrier *barrier;  /* borrowed */
     smp_exchange      *exchange; /* owned; NULL: there is none, or no longer */
-    size_t             skip;     /* bytes of a slot that are not this module's */
+    size_t             skip;     /* bytes of a slot before this module's */
     _Atomic bool decided; /* any thread may look; the two below do not change then */
     bool         met;     /* all members use the exchange */
     char         why[SMP_DEVICES_TEXT]; /* ... or none does, for this */
 } smp_devices;
 
-/* Step `step` of a meeting is posted next: does what all must have done by then, and
- * completes the own slot.  The first makes what is offered. */
+/* Step `step` of a meeting is posted next: does its work before the post, and completes
+ * the own slot.  The first one makes the offer's memory. */
 void smp_devices_prepare(smp_devices *devices, size_t step,
                          const smp_device_offer *offer);
 
-/* All have posted it: does what follows, and begins the slot of the next step.  The
- * last decides. */
+/* All have posted it: does its work after the posts, and begins the slot of the next
+ * step.  The last one decides. */
 void smp_devices_collect(smp_devices *devices, size_t step);
 
-/* Gives back what the device has; before the epoch barrier's end. */
+/* Gives the device's memory back; before the epoch barrier's end. */
 void smp_devices_fini(smp_devices *devices);
 
 #endif

@@ -12,33 +12,33 @@
 
 #include "comm/collective/checks/identity.h"
 #include "comm/collective/intra_host/reading.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/jitter.h"
 #include "common/spin.h"
 
-/* A waiter with a core of its own keeps it for this long; then, and from the beginning
- * if it has none, it gives way to others for GIVE_WAY; then it sleeps. */
+/* A waiter with a core of its own keeps it for this long.  Then, and from the beginning
+ * without one, it gives way to others for GIVE_WAY; then it sleeps. */
 #define SPIN_NS (50 * SMP_NS_PER_US)
 #define GIVE_WAY_NS (200 * SMP_NS_PER_US)
 
 /* Looks between two looks at the clock. */
 #define LOOKS 64
 
-/* A sleeper looks around this often: nobody rings for a dead member. */
+/* A sleeper looks around this often: a dead member does not ring. */
 #define SLEEP_NS (20 * SMP_NS_PER_MS)
 #define MEETING_SLEEP_NS (1 * SMP_NS_PER_MS)
 
-/* Who leaves or gives up while others meet has heard of a death earlier than they have:
- * how long that news may take. */
+/* A member leaving or giving up during a meeting may have heard of a death before the
+ * others: the most time of that news. */
 #define NEWS_NS (200 * SMP_NS_PER_MS)
 
-/* How long a process whose memory is gone may take to end: the system frees the memory
- * first, then closes the sockets. */
+/* The most time from the end of a process's memory to its own: the system frees the
+ * memory first, then closes the sockets. */
 #define END_NS (3 * SMP_NS_PER_S)
 
-/* How long fini waits for readers. */
+/* The most time of fini's wait for readers. */
 #define READERS_NS (1 * SMP_NS_PER_S)
 
 static void
@@ -68,7 +68,7 @@ is_away(const smp_epoch_barrier *barrier, int member)
 
 /* While they meet, a member's first slot has a greeting for each other one: the nonce
  * of its control block.  A control block of an earlier meeting with the same id greets
- * nobody new. */
+ * no new member. */
 static _Atomic uint64_t *
 greetings(smp_control_block *control)
 {
@@ -105,7 +105,7 @@ greet(smp_epoch_barrier *barrier, int member, uint64_t id)
                : SMP_ERR_TIMED_OUT;
 }
 
-/* SMP_OK: all have greeted; else *failed is one that has not. */
+/* SMP_OK: all have greeted; else *failed is a missing one. */
 static smp_status
 greet_all(smp_epoch_barrier *barrier, uint64_t id, int *failed)
 {
@@ -143,7 +143,7 @@ linger(const smp_epoch_barrier *barrier, uint64_t id)
     }
 }
 
-/* All that have not greeted. */
+/* The members without a greeting. */
 static void
 list_absent(const smp_epoch_barrier *barrier, smp_rank_list *absent)
 {
@@ -168,8 +168,8 @@ meet(smp_epoch_barrier *barrier, uint64_t id, const smp_deadline *deadline, int 
         smp_status gone = SMP_OK;
         smp_status status;
 
-        /* Before the look at the control blocks: what an ended one wrote is there by
-         * then. One that died is named before those that go because of it. */
+        /* Before the look at the control blocks: an ended member's writes are there by
+         * then.  A dead member is named before those leaving because of its death. */
         for (int m = 0; m < barrier->size && gone != SMP_ERR_PEER_LOST; m++) {
             int  rank = barrier->members[m].rank;
             bool left = smp_comm_left(barrier->comm, rank);
@@ -204,9 +204,9 @@ meet(smp_epoch_barrier *barrier, uint64_t id, const smp_deadline *deadline, int 
     }
 }
 
-/* Whether this process can read what the member wrote in its own memory.  Where it
- * cannot, the member may live all the same: in another pid namespace, under another
- * user's capabilities, behind a filter of system calls. */
+/* Whether this process can read the member's mark in its memory.  An unreadable member
+ * may live all the same: in another pid namespace, under another user's capabilities,
+ * behind a filter of system calls. */
 static bool
 can_read(const smp_epoch_barrier *barrier, int member)
 {
@@ -497,7 +497,8 @@ smp_epoch_barrier_wait(smp_epoch_barrier *barrier, int64_t until_ns)
     for (;;) {
         int64_t now = smp_clock_ns();
 
-        smp_doorbell_lie_down(doorbell); /* before both looks: who gives up rings too */
+        smp_doorbell_lie_down(
+            doorbell); /* before both looks: a member giving up rings too */
         if (smp_epoch_barrier_trouble(barrier, &member) != SMP_OK ||
             smp_epoch_barrier_arrived(barrier) || now >= until_ns) {
             break;
@@ -509,8 +510,8 @@ smp_epoch_barrier_wait(smp_epoch_barrier *barrier, int64_t until_ns)
     atomic_store(&own->waits, 0);
 }
 
-/* How much an operation on a control block says about what its owner waits for: it
- * sleeps for it, it has not finished it, it gave up; 0: nothing. */
+/* The evidence of a control block's operation for its owner's wait: it sleeps for it,
+ * it has not finished it, it gave up; 0: none. */
 static int
 weight(const smp_control_block *control)
 {
@@ -550,7 +551,7 @@ smp_epoch_barrier_trouble(const smp_epoch_barrier *barrier, int *member)
 
     for (int m = barrier->awaited; m < barrier->size; m++) {
         const smp_member *other = &barrier->members[m];
-        /* Before the look at its slot: what it posted is there by then. */
+        /* Before the look at its slot: its posts are there by then. */
         bool       gone = is_away(barrier, m);
         smp_status status = (smp_status)atomic_load(&other->control->failed);
 
@@ -558,7 +559,7 @@ smp_epoch_barrier_trouble(const smp_epoch_barrier *barrier, int *member)
             smp_epoch_barrier_posted(barrier, m)) {
             continue;
         }
-        /* One that died is named before those that go because of it. */
+        /* A dead member is named before those leaving because of its death. */
         if (smp_comm_gone(barrier->comm, other->rank) &&
             !smp_comm_left(barrier->comm, other->rank)) {
             *member = m;
@@ -691,8 +692,8 @@ smp_epoch_barrier_mapped(const smp_epoch_barrier *barrier, int member, uint64_t 
                : NULL;
 }
 
-/* A process that could be read has no memory any more: its pidfd or its socket, which
- * the comm watches, tells whether it has ended. */
+/* A formerly readable process has no memory any more: its pidfd or its socket, watched
+ * by the comm, tells whether it has ended. */
 static smp_status
 await_end(const smp_epoch_barrier *barrier, int rank)
 {

@@ -1,13 +1,13 @@
-/* An epoch barrier, whose epochs are the steps of an operation: ranks of one host, none
- * of which begins step s + 1 before all have posted step s.
+/* An epoch barrier over the steps of an operation: among ranks of one host, none begins
+ * step s + 1 before all have posted step s.
  *
  * A member fills its slot of a step, posts it, and looks at the others' slots once all
- * have posted.  It posts the next step only when it has done with reading this one; so
- * two slots are enough, whatever is read: a slot is filled again two steps later, when
- * all have posted the step between.
+ * have posted.  It posts the next step only after its reads of this one; so two slots
+ * are enough for any reads: a slot is filled again two steps later, when all have
+ * posted the step between.
  *
  * Threads  one at a time.
- * Errors   A member that gives up says so to the others (smp_epoch_barrier_fail), and
+ * Errors   A member tells the others of its giving up (smp_epoch_barrier_fail), and
  *          none goes on from there.
  */
 #ifndef SMP_COMM_COLLECTIVE_INTRA_HOST_EPOCH_BARRIER_H
@@ -21,10 +21,10 @@
 
 #include "comm/collective/checks/rank_list.h"
 #include "comm/collective/intra_host/reading.h"
-#include "comm/comm.h"
 #include "comm/memory/control_block.h"
 #include "comm/memory/segment.h"
 #include "comm/memory/user.h"
+#include "comm/messaging/comm.h"
 #include "common/deadline.h"
 #include "common/status.h"
 
@@ -45,34 +45,33 @@ typedef struct {
     smp_member *members; /* owned: [size] */
     uint64_t    id;
     uint64_t    nonce; /* others read it here, to try whether they can */
-    uint64_t    step;  /* the last that this member has posted; the first is random, so
-                          that a control block of another meeting is never taken for this
-                          one's */
-    int      awaited;  /* all before this member have posted it */
-    bool     spins;    /* a waiter may keep its core */
-    bool     reads;    /* members read each other's memory */
+    uint64_t step; /* the last one posted by this member; the first is random, so that a
+                      control block of another meeting is never taken for this one's */
+    int      awaited;    /* all before this member have posted it */
+    bool     spins;      /* a waiter may keep its core */
+    bool     reads;      /* members read each other's memory */
     uint32_t generation; /* smp_fork_generation() */
 } smp_epoch_barrier;
 
 /* Meets the other members; ranks[size] of a connected comm, at most SMP_GROUP_MEMBERS,
- * each once and this one among them, the same on all members; `id` is not 0, and unlike
- * that of any other meeting that one of them is in.  Members read each other's memory
- * if that is so for all of them, as `reading` says.  SMP_ERR_UNREACHABLE: *failed is a
- * rank that is not on this host; SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in
- * SMP_CONTROL_BLOCKS groups; SMP_ERR_TIMED_OUT: all that are missing are added to
- * `absent`, if that is not NULL; SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST,
- * SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another list of members): with *failed. */
+ * each once and this one among them, the same on all members.  `id` is not 0, and
+ * unlike the id of any other present meeting of a member.  Members read each other's
+ * memory if all can, as `reading` says.  SMP_ERR_UNREACHABLE: *failed is a rank of
+ * another host; SMP_ERR_NO_MEMORY; SMP_ERR_LIMIT: this rank is in SMP_CONTROL_BLOCKS
+ * groups; SMP_ERR_TIMED_OUT: all missing ones are added to `absent`, if not NULL;
+ * SMP_ERR_INTERRUPTED, SMP_ERR_PEER_LOST, SMP_ERR_CLOSED, SMP_ERR_MISMATCH (another
+ * list of members): with *failed. */
 smp_status smp_epoch_barrier_init(smp_epoch_barrier *barrier, smp_comm *comm,
                                   const int *ranks, int size, uint64_t id,
                                   smp_reading reading, const smp_deadline *deadline,
                                   int *failed, smp_rank_list *absent);
 
-/* Whom to blame that a meeting has failed with that status and *failed: who leaves or
- * gives up may do so because another rank is lost.  Says it in words, too. */
+/* The cause of a meeting's failure with this status and *failed: a member may leave or
+ * give up because another rank is lost.  Writes a text, too. */
 smp_status smp_epoch_barrier_blame(const smp_comm *comm, smp_status status, int *failed,
                                    char *why, size_t bytes);
 
-/* Waits up to a second for those that still read this member's control block. */
+/* Waits up to a second for members still reading this one's control block. */
 void smp_epoch_barrier_fini(smp_epoch_barrier *barrier);
 
 /* The slot of a member in step `step`; other members': once all have posted it. */
@@ -108,28 +107,28 @@ smp_epoch_barrier_arrived(smp_epoch_barrier *barrier)
     return true;
 }
 
-/* Waits until all have posted, one that is missing is in trouble (below), or until_ns.
+/* Waits until all have posted, a missing one is in trouble (below), or until_ns.
  */
 void smp_epoch_barrier_wait(smp_epoch_barrier *barrier, int64_t until_ns);
 
 /* The same for a few microseconds, if a waiter may keep its core: without the clock. */
 bool smp_epoch_barrier_look(smp_epoch_barrier *barrier);
 
-/* The control block of another group in which the member has an operation that is not
- * over, one for which it sleeps if there is such; else of one that it gave up; or NULL.
+/* The control block of another group with an unfinished operation of the member, first
+ * one with the member asleep.  Else of a given-up one; or NULL.
  */
 const smp_control_block *smp_epoch_barrier_elsewhere(const smp_epoch_barrier *barrier,
                                                      int                      member);
 
-/* Whether one that is missing will never come; *member is the first that died, or the
- * first.  SMP_OK: none.  SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it has ended or left the
- * group; any other: it gave up with this status. */
+/* Whether a missing one will never come; *member is the first dead one, or the first.
+ * SMP_OK: none.  SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it has ended or left the group; any
+ * other: it gave up with this status. */
 smp_status smp_epoch_barrier_trouble(const smp_epoch_barrier *barrier, int *member);
 
 /* This member reads nothing more of the present step. */
 void smp_epoch_barrier_read(smp_epoch_barrier *barrier);
 
-/* Tells the others that this member has given up, and why. */
+/* Tells the others of this member's giving up, and why. */
 void smp_epoch_barrier_fail(smp_epoch_barrier *barrier, smp_status status,
                             const char *why);
 
@@ -137,35 +136,34 @@ void smp_epoch_barrier_fail(smp_epoch_barrier *barrier, smp_status status,
  * none has. */
 smp_status smp_epoch_barrier_given_up(const smp_epoch_barrier *barrier, int *member);
 
-/* Whether all have posted the present step, for one who has given up: who posts it
- * later sees that. */
+/* Whether all have posted the present step, for a member after giving up: a later
+ * poster sees the giving up. */
 bool smp_epoch_barrier_all_here(const smp_epoch_barrier *barrier);
 
-/* After a failure in an operation in which members use each other's memory, and which
- * all have begun: waits for those that may still use this one's, until they post `last`
- * or give up too; for a second at most. */
+/* After a failure in an operation with use of each other's memory, begun by all: waits
+ * for members perhaps still using this one's, until they post `last` or give up too;
+ * for a second at most. */
 void smp_epoch_barrier_retreat(const smp_epoch_barrier *barrier, uint64_t last);
 
-/* The other members, whose entries are owned with the array [size]; the own entry is
- * nobody.  NULL: no memory. */
+/* The other members; their entries are owned with the array [size], and the own entry
+ * is empty.  NULL: no memory. */
 smp_user *smp_epoch_barrier_users(const smp_epoch_barrier *barrier);
 
-/* What a member said when it gave up, cut off at `bytes`; false: it has not. */
+/* A member's text at its giving up, cut off at `bytes`; false: it has not given up. */
 bool smp_epoch_barrier_why(const smp_epoch_barrier *barrier, int member, char *out,
                            size_t bytes);
 
-/* Whether these bytes of a member's memory are in its arena, which all members map. */
+/* Whether these bytes of a member's memory are in its arena, mapped by all members. */
 bool smp_epoch_barrier_in_arena(const smp_epoch_barrier *barrier, int member,
                                 uint64_t address, size_t bytes);
 
-/* Where this process sees bytes of a member's memory, if they are in that one's arena
- * or are its own; else NULL. */
+/* The address in this process of bytes of a member's memory, if in that member's arena
+ * or this process's own; else NULL. */
 uint8_t *smp_epoch_barrier_mapped(const smp_epoch_barrier *barrier, int member,
                                   uint64_t address, size_t bytes);
 
-/* Copies from a member's memory that is not mapped; bytes 0: nothing.
- * SMP_ERR_PEER_LOST, SMP_ERR_CLOSED: it has none any more; SMP_ERR_SYSTEM: it cannot be
- * read there. */
+/* Copies from a member's unmapped memory; bytes 0: nothing.  SMP_ERR_PEER_LOST,
+ * SMP_ERR_CLOSED: it has none any more; SMP_ERR_SYSTEM: the address cannot be read. */
 smp_status smp_epoch_barrier_copy(const smp_epoch_barrier *barrier, int member,
                                   void *to, uint64_t from, size_t bytes);
 

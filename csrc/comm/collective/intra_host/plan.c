@@ -1,16 +1,16 @@
-/* Ranges, and the way that they go. */
+/* Ranges, and their way. */
 #include "comm/collective/intra_host/plan.h"
 
 /* An all-reduce is done in one step by everyone while all tensors together are at most
  * this large: reading them all costs less than another step. */
 #define FLAT_BYTES ((size_t)64 << 10)
 
-/* From here on, members use each other's memory: the step that it takes pays, and the
- * system calls where it is not mapped. */
+/* From here on, members use each other's memory: its further step pays, and the system
+ * calls for unmapped memory. */
 #define MEMORY_BYTES ((size_t)128 << 10)
 
-/* From here on (bytes that all members get), what they copy goes past the caches: who
- * reads it would not find the beginning there. */
+/* From here on (bytes for all members), copies go past the caches: a reader would not
+ * find the beginning there. */
 #define UNCACHED_BYTES ((size_t)32 << 20)
 
 const uint64_t *
@@ -59,8 +59,8 @@ smp_plan_ranges(smp_collective *op)
     }
 }
 
-/* Whether members read memory that is not mapped.  Never to reduce-scatter:
- * slots were faster wherever benchmarks/core/collective.c has measured it. */
+/* Whether members read unmapped memory.  Never to reduce-scatter: slots were faster
+ * wherever benchmarks/core/collective.c has measured it. */
 static bool
 reads(const smp_collective *op)
 {

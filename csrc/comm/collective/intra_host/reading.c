@@ -1,5 +1,5 @@
-/* process_vm_readv, and how fast it is: a read of this process's own memory costs what
- * one of another's does. */
+/* process_vm_readv, and its speed: a read of this process's own memory costs as much as
+ * one of another's. */
 #define _GNU_SOURCE
 #include "comm/collective/intra_host/reading.h"
 
@@ -13,14 +13,14 @@
 #include "comm/memory/control_block.h"
 #include "common/clock.h"
 
-/* More than the second cache, as the tensors are for which it matters. */
+/* More than the second cache, as with tensors of a relevant size. */
 #define PROBE_BYTES ((size_t)4 << 20)
 #define PROBES 4
 
-/* Reading pays while it takes less than so many times what two copies by one core do:
- * through slots the bytes move between cores besides, and each slot waits for all.
- * benchmarks/core/collective.c found slots up to twice as fast as reading
- * where it takes 3.5 times as long (AMD EPYC under a hypervisor). */
+/* Reading pays while it takes less than so many times two copies by one core: through
+ * slots the bytes move between cores besides, and each slot waits for all.
+ * benchmarks/core/collective.c found slots up to twice as fast as reading at a ratio of
+ * 3.5 (AMD EPYC under a hypervisor). */
 #define SLOTS_ARE_SLOWER 2
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -49,7 +49,7 @@ smp_read_process(pid_t pid, void *to, uint64_t from, size_t bytes)
     return 0;
 }
 
-/* As through a slot of a control block, which stays in the caches. */
+/* As through a slot of a control block: the slot stays in the caches. */
 static void
 copy_twice(uint8_t *to, const uint8_t *from, uint8_t *slot)
 {
@@ -72,7 +72,7 @@ measure(void)
         return;
     }
     to = from + PROBE_BYTES;
-    memset(from, 1, 2 * PROBE_BYTES + SMP_SLOT_BYTES); /* pages that are there */
+    memset(from, 1, 2 * PROBE_BYTES + SMP_SLOT_BYTES); /* to have the pages */
     for (int i = 0; i < PROBES && works; i++) {
         int64_t begin = smp_clock_ns();
         int64_t between;

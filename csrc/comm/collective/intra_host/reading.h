@@ -1,8 +1,8 @@
 /* Reading the memory of another process of this host by a system call.
  *
- * It needs no preparation and no memory in common; but the kernel walks through the
- * pages and copies as it likes, which is faster than two copies through a slot
- * on some machines and slower on others.
+ * It needs no preparation and no memory in common.  But the kernel walks through the
+ * pages and copies in its own way: faster than two copies through a slot on some
+ * machines, slower on others.
  *
  * Threads  any.
  */
@@ -21,12 +21,12 @@ typedef enum {
     SMP_READ_NEVER,
 } smp_reading;
 
-/* Copies from the memory of a process.  0, or an errno: ESRCH also for one that has
- * ended, or whose pid is 0 because it has none here. */
+/* Copies from the memory of a process.  0, or an errno: ESRCH also for an ended one, or
+ * pid 0, of a process without a pid here. */
 int smp_read_process(pid_t pid, void *to, uint64_t from, size_t bytes);
 
-/* Whether reading is faster here than going through slots.  The first call of a
- * process measures it, which takes some milliseconds. */
+/* Whether reading is faster here than going through slots.  The first call of a process
+ * measures this for some milliseconds. */
 bool smp_reading_pays(void);
 
 #endif

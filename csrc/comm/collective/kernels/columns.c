@@ -3,13 +3,13 @@
 
 #include <string.h>
 
-/* Where a piece of a row is. */
+/* A piece of a row. */
 typedef struct {
     size_t at; /* in the matrix */
     size_t bytes;
 } piece;
 
-/* What lies in one row behind `skip` bytes of the columns, at most `most`. */
+/* The piece in one row behind `skip` bytes of the columns, at most `most`. */
 static piece
 next_piece(const smp_columns *columns, size_t skip, size_t most)
 {

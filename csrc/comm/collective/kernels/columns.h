@@ -1,7 +1,7 @@
 /* Columns of a matrix in row-major order, and the same elements one behind the other.
  *
- * A tensor that is cut, or joined, along an axis that is not its first is such a
- * matrix: the axes before that one are its rows.
+ * A tensor cut, or joined, along another axis than its first is such a matrix: the axes
+ * before are its rows.
  *
  * Threads  any.
  */

@@ -1,4 +1,4 @@
-/* Stores that bypass the caches: SSE2's, which every x86-64 has. */
+/* Stores past the caches: SSE2's, on every x86-64. */
 #include "comm/collective/kernels/copy.h"
 
 #include <stdint.h>

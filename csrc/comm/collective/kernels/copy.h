@@ -1,8 +1,8 @@
-/* Copies of tensors that are larger than the caches.
+/* Copies of tensors larger than the caches.
  *
- * A plain store first reads the line that it overwrites, and throws others out of the
- * caches.  The C library knows stores that do not, but uses them from a size on that it
- * takes from the cache of the whole processor, of which a virtual machine has a part.
+ * A plain store first reads the overwritten line, and throws others out of the caches.
+ * The C library knows other stores, but uses them from a size on derived from the cache
+ * of the whole processor.  A virtual machine has a part of that.
  *
  * Threads  any.
  */
@@ -11,8 +11,8 @@
 
 #include <stddef.h>
 
-/* Copies past the caches, where the processor can; else as memcpy().  What is released
- * after it (a store, a doorbell) finds the copy written. */
+/* Copies past the caches, where the processor can; else as memcpy().  A release after
+ * it (a store, a doorbell) finds the copy written. */
 void smp_copy_uncached(void *to, const void *from, size_t bytes);
 
 #endif

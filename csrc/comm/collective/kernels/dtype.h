@@ -1,10 +1,10 @@
-/* What tensors are made of, and what may be done with them. */
+/* The elements of tensors, and their operations. */
 #ifndef SMP_COMM_COLLECTIVE_KERNELS_DTYPE_H
 #define SMP_COMM_COLLECTIVE_KERNELS_DTYPE_H
 
 #include <stddef.h>
 
-/* Of tensors; their values travel between ranks. */
+/* Dtypes of tensors; their values travel between ranks. */
 typedef enum {
     SMP_U8,
     SMP_I8,
@@ -15,7 +15,7 @@ typedef enum {
     SMP_F32,
     SMP_F64,
     SMP_BOOL,      /* one byte, 0 or 1 */
-    SMP_F8_E4M3FN, /* without infinities: what is too large becomes NaN */
+    SMP_F8_E4M3FN, /* without infinities: too large values become NaN */
     SMP_F8_E5M2,
     SMP_DTYPES
 } smp_dtype;

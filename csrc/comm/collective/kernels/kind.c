@@ -34,7 +34,7 @@ smp_kind_count(smp_kind kind, smp_dtype dtype, uint64_t count)
 {
     size_t per;
 
-    if (kind == 0 || (unsigned)dtype >= SMP_DTYPES) { /* of a message that is none */
+    if (kind == 0 || (unsigned)dtype >= SMP_DTYPES) { /* of a malformed message */
         return count;
     }
     per = smp_kind_bytes(kind, dtype) / smp_dtype_bytes(dtype);

@@ -1,6 +1,6 @@
-/* What the elements of a tensor are to those who call, where the core has no dtype for
- * them: it moves such a tensor as a row of a dtype that it has, and compares what the
- * callers mean by it.
+/* The callers' meaning of a tensor's elements without a dtype in the core: the core
+ * moves such a tensor as a row of a dtype of its own, and compares the callers'
+ * meanings.
  *
  * Source  dlpack.h 1.3 (https://github.com/dmlc/dlpack): codes of types.
  */
@@ -47,7 +47,7 @@ smp_kind_of(uint8_t code, uint8_t bits, uint16_t lanes)
 /* Bytes of one element. */
 size_t smp_kind_bytes(smp_kind kind, smp_dtype dtype);
 
-/* How many elements the caller sees in so many of the dtype, of whatever a message
+/* The number of the caller's elements in so many of the dtype, of whatever a message
  * says.
  */
 uint64_t smp_kind_count(smp_kind kind, smp_dtype dtype, uint64_t count);

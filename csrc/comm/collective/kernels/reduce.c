@@ -1,7 +1,7 @@
 /* The tree, one piece of the tensors at a time, so that terms stay in the first cache.
  *
  * Terms are pushed on a stack and merged as in a binary counter: after term i, as many
- * pairs are merged as i + 1 has trailing zero bits.  What is left at the end is merged
+ * pairs are merged as i + 1 has trailing zero bits.  The rest is merged at the end,
  * from the right.  The last merge of all writes the result.
  */
 #include "comm/collective/kernels/reduce.h"
@@ -14,12 +14,12 @@
 #define PIECE 2048u
 #define LEVEL_BYTES (PIECE * sizeof(double))
 
-/* The stack never holds more: SMP_REDUCE_TENSORS is 2^10, and one that is merged. */
+/* The stack never holds more: SMP_REDUCE_TENSORS is 2^10, and one for the merge. */
 #define LEVELS 12
 
 _Static_assert(LEVELS *LEVEL_BYTES == SMP_REDUCE_SCRATCH, "scratch is the stack");
 
-/* What is the same for all pieces. */
+/* The common values of all pieces. */
 typedef struct {
     const smp_kernels  *kernels;
     smp_reduction       reduction;
@@ -51,14 +51,14 @@ leaf(const reduction_plan *plan, const void *in, double factor, size_t count,
     return in;
 }
 
-/* What is still to be merged. */
+/* The terms still to be merged. */
 typedef struct {
     const void *terms[LEVELS];
     int         depth;
 } term_stack;
 
 /* Merges the last terms on the stack: one pair for each zero bit at the end of `pairs`,
- * or all, the last of which goes to `root` if that is not NULL. */
+ * or all: then the last merge goes to `root`, if not NULL. */
 static void
 merge(const reduction_plan *plan, term_stack *stack, int pairs, bool all, void *root,
       size_t count, uint8_t *scratch)
@@ -76,7 +76,7 @@ merge(const reduction_plan *plan, term_stack *stack, int pairs, bool all, void *
     }
 }
 
-/* Turns the root of the tree, which is in `root`, into the result. */
+/* Turns the root of the tree, in `root`, into the result. */
 static void
 finish(const reduction_plan *plan, void *out, const void *root, size_t count,
        void *level)
@@ -118,7 +118,7 @@ reduce_piece(const reduction_plan *plan, uint8_t *out, const void *const *in,
     }
 }
 
-/* The same from terms; one that is not the last has a power of two of tensors. */
+/* The same from terms; each but the last has a power of two of tensors. */
 static void
 reduce_terms_piece(const reduction_plan *plan, uint8_t *out, const smp_term *terms,
                    int nterms, size_t start, size_t count, uint8_t *scratch)

@@ -1,7 +1,7 @@
 /* Adding up tensors element by element, always in the same order.
  *
- * n tensors are reduced along a binary tree over their numbers, which is the whole
- * definition of the result, whatever computes it and in whatever pieces:
+ * n tensors are reduced along a binary tree over their numbers.  The tree is the whole
+ * definition of the result, for any kernels and any pieces:
  *
  *     tree(i)      = in[i]
  *     tree(a .. b) = tree(a .. a+p) op tree(a+p .. b)
@@ -18,9 +18,9 @@
  * AVG        SUM, then one division by n (of integers: towards zero).  Not bool.
  * PREMUL_SUM SUM of in[i] times the factor of i, in f32 (f64 for f64).  Floating types.
  *
- * The plain C kernels (comm/collective/kernels/reduce_scalar.c) are the definition; the
- * others are chosen by the processor at run time and give the same bits, except which
- * of two NaNs a sum or a product returns.
+ * The plain C kernels (comm/collective/kernels/reduce_scalar.c) are the definition.
+ * The others, chosen by the processor at run time, give the same bits, except for the
+ * choice between two NaNs of a sum or product.
  *
  * Threads  any; the caller's memory.
  */
@@ -37,20 +37,20 @@
 /* NULL: this processor cannot run them. */
 const smp_kernels *smp_kernels_of(smp_isa isa);
 
-/* The fastest that this processor can run. */
+/* The fastest set for this processor. */
 const smp_kernels *smp_kernels_best(void);
 
 /* Whether tensors of the dtype can be reduced so. */
 bool smp_reduction_defined(smp_reduction, smp_dtype);
 
-/* Bytes of scratch that smp_reduce() wants, and the most tensors that it takes. */
+/* Bytes of scratch for smp_reduce(), and its most tensors. */
 #define SMP_REDUCE_SCRATCH ((size_t)192 << 10)
 #define SMP_REDUCE_TENSORS 1024
 
-/* The type in which terms of the tree are kept, and travel: f32 for f16, bf16, f8. */
+/* The type of the tree's terms, kept or sent: f32 for f16, bf16, f8. */
 smp_dtype smp_term_dtype(smp_dtype dtype);
 
-/* A node of the tree that is given: `n` tensors are below it. */
+/* A given node of the tree: `n` tensors are below it. */
 typedef struct {
     const void *data; /* n == 1: the tensor itself; else from smp_reduce_term() */
     int         n;
@@ -63,8 +63,8 @@ void smp_reduce_term(const smp_kernels *kernels, smp_reduction reduction,
                      smp_dtype dtype, void *out, const void *const *in,
                      const double *factors, int n, size_t count, void *scratch);
 
-/* out = tree(0 .. all), from terms that are nodes of that tree and cover it, in order.
- * out may be the data of a term with n == 1. */
+/* out = tree(0 .. all), from terms: nodes of that tree that cover it, in order.  out
+ * may be the data of a term with n == 1. */
 void smp_reduce_terms(const smp_kernels *kernels, smp_reduction reduction,
                       smp_dtype dtype, void *out, const smp_term *terms, int nterms,
                       size_t count, void *scratch);

@@ -1,6 +1,6 @@
-/* Kernels: what is done with each element; and the sets of them.
+/* Kernels: an operation on each element; and the sets of them.
  *
- * comm/collective/kernels/reduce.h says what each computes.
+ * comm/collective/kernels/reduce.h defines each.
  */
 #ifndef SMP_COMM_COLLECTIVE_KERNELS_REDUCE_KERNELS_H
 #define SMP_COMM_COLLECTIVE_KERNELS_REDUCE_KERNELS_H

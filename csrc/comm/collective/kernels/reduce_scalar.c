@@ -136,7 +136,7 @@ f32_to_e4m3fn(float value)
     uint32_t sign = bits >> 24 & 0x80u;
     uint32_t x = bits & 0x7fffffffu;
 
-    if (x > 0x43e80000u) { /* NaN, and what is above 464, which rounds to 448 */
+    if (x > 0x43e80000u) { /* NaN, and values above 464; 464 rounds to 448 */
         return (uint8_t)(sign | 0x7fu);
     }
     if (x < 0x3c800000u) { /* below 2^-6: the sum with 2^14 is rounded to 2^-9 */

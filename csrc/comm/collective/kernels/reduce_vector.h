@@ -1,10 +1,10 @@
 /* The kernels with vectors of SMP_VECTOR_BYTES, for the processors of SMP_TARGET.
  *
- * Included once by each file that makes a set of kernels
- * (comm/collective/kernels/reduce_avx2.c and comm/collective/kernels/reduce_avx512.c),
- * which defines these two, and SMP_WIDEN_F16 and SMP_NARROW_F16, the processor's own
- * conversions of a vector, whose rounding is the instruction's, whatever the thread's
- * mode is.  Each loop handles whole vectors; the plain C kernel does the rest.
+ * Included once by each file of a set of kernels (comm/collective/kernels/reduce_avx2.c
+ * and comm/collective/kernels/reduce_avx512.c).  The file defines these two, and
+ * SMP_WIDEN_F16 and SMP_NARROW_F16, the processor's own conversions of a vector: their
+ * rounding is the instruction's, for any mode of the thread.  Each loop handles whole
+ * vectors; the plain C kernel does the rest.
  */
 #ifndef SMP_COMM_COLLECTIVE_KERNELS_REDUCE_VECTOR_H
 #define SMP_COMM_COLLECTIVE_KERNELS_REDUCE_VECTOR_H
@@ -13,7 +13,7 @@
 
 #include "comm/collective/kernels/reduce_kernels.h"
 
-/* Vectors that may lie anywhere, in memory of any type. */
+/* Vectors at any address, in memory of any type. */
 #define VECTOR(type) type __attribute__((vector_size(SMP_VECTOR_BYTES)))
 #define LOOSE __attribute__((aligned(1), may_alias))
 
@@ -131,7 +131,7 @@ SCALING(divide_f64, f64, double, divide[SMP_F64], a / v)
 
 #define HALF_LANES (SMP_VECTOR_BYTES / sizeof(float))
 
-/* A kernel that makes a vector `single` of floats of one `half`, ... */
+/* A kernel making a vector `single` of floats of one `half`, ... */
 #define WIDEN(name, dtype, expression)                                                 \
     SMP_TARGET static void name(void *out, const void *in, size_t count)               \
     {                                                                                  \

@@ -1,4 +1,5 @@
-/* The interfaces as the kernel lists them, and a choice that needs no conversation. */
+/* The interfaces as the kernel lists them, and the choice of an address without
+ * messages. */
 #define _GNU_SOURCE
 #include "comm/transport/connecting/address.h"
 
@@ -143,7 +144,7 @@ prefix_of(const struct sockaddr *mask)
     return (uint8_t)prefix;
 }
 
-/* From which address the kernel would talk to `world`; nothing is sent. */
+/* The kernel's own address for packets to `world`; nothing is sent. */
 static bool
 leads_to(const char *world, smp_tcp_address *out)
 {
@@ -180,8 +181,8 @@ describe(const smp_tcp_address *address, const char *name, char text[SMP_TCP_TEX
     snprintf(text, SMP_TCP_TEXT, "%s %s/%d", name, printed, address->prefix);
 }
 
-/* Of what leads to the world, v4 and then v6, and of the others: the number of the
- * group that the address belongs to. */
+/* The number of the address's group: leading to the world, v4 and then v6, and the
+ * others. */
 static size_t
 group_of(const smp_tcp_address *address, const smp_tcp_address world[WORLDS])
 {
@@ -330,7 +331,7 @@ smp_tcp_choose(const smp_tcp_offer *const *offers, int size, int rank)
         int                    neighbours = together && is_loopback(address);
 
         if (!own->forced && is_loopback(address) && !together) {
-            continue; /* nobody else reaches it */
+            continue; /* no other rank reaches it */
         }
         for (int r = 0; r < size; r++) {
             neighbours += offers[r] != NULL &&

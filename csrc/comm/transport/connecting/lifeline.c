@@ -1,4 +1,4 @@
-/* Options of the kernel, and bytes over a socket that does not block. */
+/* Options of the kernel, and bytes over a nonblocking socket. */
 #define _GNU_SOURCE
 #include "comm/transport/connecting/lifeline.h"
 
@@ -14,8 +14,8 @@
 #include "comm/transport/connecting/meet.h"
 #include "common/clock.h"
 
-/* The kernel does not ask for the other host while a byte that we said is
- * unacknowledged: that may take as long. */
+/* The kernel does not ask for the other host during an unacknowledged byte of ours: the
+ * byte may take as long. */
 #define UNACKED_MS (1000 * SMP_TCP_SILENT_S)
 
 void

@@ -1,10 +1,9 @@
-/* A TCP connection beside another transport, for what must be known although that one
- * cannot say it: that the other side is there.
+/* A lifeline: a TCP connection beside another transport that cannot tell whether the
+ * other side lives.
  *
- * It comes from smp_tcp_connect(), so its other end has proved that it knows the
+ * It comes from smp_tcp_connect(), so its other end has proved its knowledge of the
  * secret. The kernel closes it when the process dies, whatever the transport uses, and
- * asks the other host once a second whether it is there.  Beside that it carries a few
- * bytes.
+ * probes the other host once a second.  Beside that it carries a few bytes.
  *
  * Threads  one at a time.  No function but smp_lifeline_listen() waits.
  */
@@ -26,9 +25,8 @@ typedef enum {
     SMP_LIFELINE_HUNG_UP
 } smp_lifeline_heard;
 
-/* The secret of a transport's lifelines.  It follows from the job's, so that nothing
- * that is said at a port of the TCP transport, or of another one, proves anything
- * here. */
+/* The secret of a transport's lifelines.  It follows from the job's, so that no message
+ * at a port of the TCP transport, or of another one, proves anything here. */
 void smp_lifeline_secret(const char *job, const char *transport,
                          char out[SMP_LIFELINE_SECRET]);
 
@@ -40,8 +38,8 @@ bool smp_lifeline_watch_over(int fd);
 bool               smp_lifeline_say(int fd, char what);
 smp_lifeline_heard smp_lifeline_hear(int fd, char *what);
 
-/* Some bytes on a new lifeline, which takes them at once.  False: the other side has
- * hung up. */
+/* Some bytes on a new lifeline: it takes them at once.  False: the other side has hung
+ * up. */
 bool smp_lifeline_tell(int fd, const void *bytes, size_t n);
 
 /* Waits for n bytes.  SMP_ERR_TIMED_OUT, SMP_ERR_INTERRUPTED; SMP_ERR_PEER_LOST: the

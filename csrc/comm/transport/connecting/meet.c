@@ -17,11 +17,11 @@
 #define MAGIC 0x54504d53u
 #define VERSION 1u
 
-/* Connections that have not proved who they are, beyond one per rank. */
+/* Connections without a proof yet, beyond one per rank. */
 #define STRANGERS 64
 
-/* How long to wait before a rank that refused is called again, at first and at most: it
- * may not listen yet, or have taken us for one stranger too many. */
+/* The pause before a refusing rank is called again, at first and at most: it may not
+ * listen yet, or have taken us for one stranger too many. */
 #define PAUSE_NS (2 * SMP_NS_PER_MS)
 #define PAUSE_MAX_NS (200 * SMP_NS_PER_MS)
 
@@ -32,7 +32,7 @@
 #define ASKS 2
 _Static_assert(ASK_AFTER_S + ASK_EVERY_S * ASKS == SMP_TCP_SILENT_S, "as promised");
 
-/* What is expected next on a connection. */
+/* The next expected event of a connection. */
 typedef enum {
     TALK_CALLING,  /* the end of our connect() */
     TALK_CALLED,   /* the answer */
@@ -40,7 +40,7 @@ typedef enum {
     TALK_ANSWERED  /* the proof */
 } talk_step;
 
-/* A connection whose other side has not yet proved who it is. */
+/* A connection without the other side's proof yet. */
 typedef struct {
     int            fd;   /* owned */
     int            rank; /* the other side; -1: not known */
@@ -48,10 +48,10 @@ typedef struct {
     int64_t        since_ns;
     smp_tcp_hello  ours;
     smp_tcp_answer theirs;
-    size_t         have; /* bytes that have come of what is expected */
+    size_t         have; /* bytes arrived of the expected ones */
 } talk;
 
-/* A rank that is to be met. */
+/* A rank to be met. */
 typedef struct {
     bool            expected;
     bool            called;  /* we are calling it */
@@ -63,12 +63,12 @@ typedef struct {
 typedef struct {
     const smp_tcp_self *self;
     const smp_deadline *deadline;
-    int                 listening; /* -1: nobody calls us */
+    int                 listening; /* -1: no rank calls us */
     int                *fds;
     bool               *met;
     appointment        *appointments; /* owned: [size] */
     int                 nexpected;
-    smp_status          refused; /* nobody can be met: no descriptors are left */
+    smp_status          refused; /* no rank can be met: no descriptors are left */
     talk               *talks;   /* owned: talks[0 .. ntalks), room for `room` */
     int                 ntalks;
     int                 room;
@@ -122,7 +122,7 @@ smp_tcp_door_open(int rank, const char *interface, smp_tcp_door *door)
     return interface != NULL && kept == 0 ? SMP_ERR_INVALID : SMP_OK;
 }
 
-/* Closes all but the one at `kept`; -1: that one too. */
+/* Closes all but the one at `kept`; -1: all. */
 static void
 close_ports(smp_tcp_door *door, int kept)
 {
@@ -140,7 +140,7 @@ smp_tcp_door_close(smp_tcp_door *door)
     close_ports(door, -1);
 }
 
-/* -------------------------------------------------------------- who may come in */
+/* -------------------------------------------------------------- admission */
 
 bool
 smp_tcp_card_ok(const void *bytes, size_t n, int rank)
@@ -167,7 +167,7 @@ smp_tcp_prove(const smp_tcp_self *self, bool calls, const smp_tcp_hello *caller,
               const smp_tcp_hello *answerer, uint8_t out[SMP_PROOF_BYTES])
 {
     struct {
-        char          role[8]; /* so that a proof cannot be sent back to its maker */
+        char          role[8]; /* a proof cannot be sent back to its maker */
         smp_tcp_hello caller;
         smp_tcp_hello answerer;
     } text = {.caller = *caller, .answerer = *answerer};
@@ -194,8 +194,8 @@ say(const talk *t, const void *bytes, size_t n)
     return send(t->fd, bytes, n, MSG_NOSIGNAL) == (ssize_t)n;
 }
 
-/* Reads more of the `want` bytes that are expected.  1: all are there; 0: not yet; -1:
- * the other side has hung up. */
+/* Reads more of the `want` expected bytes.  1: all are there; 0: not yet; -1: the other
+ * side has hung up. */
 static int
 hear_bytes(talk *t, void *to, size_t want)
 {
@@ -220,7 +220,7 @@ add_talk(meeting *m, int fd, int rank, talk_step step)
         (talk){.fd = fd, .rank = rank, .step = step, .since_ns = smp_clock_ns()};
 }
 
-/* A rank that we call is to be called again later. */
+/* A called rank is to be called again later. */
 static void
 call_later(appointment *a)
 {
@@ -241,8 +241,8 @@ drop_talk(meeting *m, int i)
     m->talks[i] = m->talks[--m->ntalks];
 }
 
-/* Makes room for one more, at the cost of the one who called us first; a rank of the
- * job calls again. */
+/* Makes room for one more, at the cost of the first caller; a rank of the job calls
+ * again. */
 static void
 make_room(meeting *m)
 {
@@ -309,7 +309,7 @@ accept_one(meeting *m)
     }
 }
 
-/* The other side has proved who it is: the talk is over, the socket stays. */
+/* The other side has given its proof: the talk is over, the socket stays. */
 static void
 has_met(meeting *m, int i)
 {
@@ -445,7 +445,7 @@ attend(meeting *m, int64_t until_ns)
     }
 }
 
-/* Calls those whose time has come; when the next one's comes. */
+/* Calls the due ranks; returns the time of the next call. */
 static int64_t
 call_all(meeting *m)
 {
@@ -468,7 +468,7 @@ call_all(meeting *m)
     return next;
 }
 
-/* Who is expected, where they listen, and where we do (-1: nowhere). */
+/* Sets the expected ranks, their listening addresses, and ours (-1: none). */
 static smp_status
 appoint(meeting *m, smp_tcp_door *door, const smp_tcp_card *const *cards,
         const bool *wanted, int *own)
@@ -553,7 +553,7 @@ smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
             status = m.refused;
         }
     }
-    if (status == SMP_ERR_TIMED_OUT) { /* who has not come is not met */
+    if (status == SMP_ERR_TIMED_OUT) { /* a missing rank is not met */
         status = SMP_OK;
     }
     while (m.ntalks != 0) {
@@ -568,7 +568,7 @@ out:
     return status;
 }
 
-/* The cards in a form that can be read, NULL where there is none. */
+/* The cards in readable form, NULL for a missing one. */
 static smp_status
 read_cards(int size, const void *const *cards, const size_t *card_bytes,
            smp_tcp_card *copies, const smp_tcp_card **out, int *failed)
@@ -593,8 +593,8 @@ set_option(int fd, int level, int name, int value)
     return setsockopt(fd, level, name, &value, sizeof(value)) == 0;
 }
 
-/* Buffers are the kernel's business: it lets them grow with the connection, which it
- * stops to do once they are set. */
+/* Buffers are the kernel's business: they grow with the connection, but not once they
+ * are set. */
 static bool
 set_options(int fd)
 {

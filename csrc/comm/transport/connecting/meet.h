@@ -1,9 +1,8 @@
-/* How two ranks meet over TCP: a card, a port, and a handshake.
+/* The meeting of two ranks over TCP: a card, a port, and a handshake.
  *
- * The card offers the rank's addresses, each with a port that is reserved (bound) but
- * refuses connections until all cards are known.  Then the rank listens on the one
- * address that the choice in comm/transport/connecting/address.h gives, until all have
- * met.
+ * The card offers the rank's addresses, each with a reserved (bound) port without
+ * connections until all cards are known.  Then the rank listens on the one address
+ * chosen by comm/transport/connecting/address.h, until all have met.
  *
  *   higher rank (calls)                    lower rank (answers)
  *     hello: version, job's size, ranks, nonce  -->
@@ -11,8 +10,8 @@
  *     proof(secret, "calls", both hellos)  -->
  *
  * The job's name is its secret; see comm/transport/connecting/proof.h.  It is never
- * sent.  Whoever says something else, or nothing, is hung up on, and disturbs nobody.
- * The frames that follow are neither signed nor encrypted.
+ * sent.  A caller with other bytes, or none, is hung up on, without harm to others.
+ * The later frames are neither signed nor encrypted.
  *
  * Threads  one, before the comm's own.
  */
@@ -41,7 +40,7 @@ typedef struct {
 typedef struct {
     uint32_t magic;
     uint32_t version;
-    int32_t  from; /* rank that says it */
+    int32_t  from; /* sending rank */
     int32_t  to;
     int32_t  size; /* of the job */
     uint32_t zero;
@@ -57,7 +56,7 @@ typedef struct {
 typedef struct {
     int             fds[SMP_TCP_ADDRESSES]; /* owned: bound; -1: closed */
     smp_tcp_card    card;
-    smp_tcp_address own; /* at which this rank is met; set when it has been chosen */
+    smp_tcp_address own; /* this rank's listening address; set when chosen */
 } smp_tcp_door;
 
 typedef struct {
@@ -66,12 +65,12 @@ typedef struct {
     const char *job; /* borrowed; the secret */
 } smp_tcp_self;
 
-/* Reserves a port on each address that `interface` leaves (NULL: on all).  Without one
- * the card has none, and nobody is reached.  SMP_ERR_INVALID: `interface` names
- * nothing. */
+/* Reserves a port on each address left by `interface` (NULL: on all).  Without an
+ * address the card has none, and no rank is reached.  SMP_ERR_INVALID: `interface`
+ * names no address. */
 smp_status smp_tcp_door_open(int rank, const char *interface, smp_tcp_door *door);
 
-/* Closes what is still open.  Twice is fine. */
+/* Closes the open ports.  Twice is fine. */
 void smp_tcp_door_close(smp_tcp_door *door);
 
 /* Whether bytes are the card of `rank`. */
@@ -80,15 +79,15 @@ bool smp_tcp_card_ok(const void *bytes, size_t n, int rank);
 /* Whether a hello comes from `rank` of this job to us. */
 bool smp_tcp_hello_ok(const smp_tcp_hello *hello, const smp_tcp_self *self, int rank);
 
-/* What proves that one knows the secret; `calls`: as the one who called. */
+/* The proof of knowing the secret; `calls`: as the caller. */
 void smp_tcp_prove(const smp_tcp_self *self, bool calls, const smp_tcp_hello *caller,
                    const smp_tcp_hello *answerer, uint8_t out[SMP_PROOF_BYTES]);
 
-/* Meets each rank r with wanted[r] whose cards[r] is not NULL; the card of self->rank
- * is the door's.  Fills fds[r] with a connected socket that does not block, the
- * caller's, and sets met[r].  A rank that does not answer in time is not met.
- * SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM, SMP_ERR_INTERRUPTED; what was met before a failure
- * is in fds all the same. */
+/* Meets each rank r with wanted[r] and a card: cards[r] is not NULL; the card of
+ * self->rank is the door's.  Fills fds[r] with a connected nonblocking socket, the
+ * caller's, and sets met[r].  A rank without an answer in time is not met.
+ * SMP_ERR_NO_MEMORY, SMP_ERR_SYSTEM, SMP_ERR_INTERRUPTED; sockets from before a failure
+ * are in fds all the same. */
 smp_status smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
                         const smp_tcp_card *const *cards, const bool *wanted,
                         const smp_deadline *deadline, int *fds, bool *met);
@@ -96,14 +95,13 @@ smp_status smp_tcp_meet(smp_tcp_door *door, const smp_tcp_self *self,
 /* An idle connection ends after so long without a word of the other host. */
 #define SMP_TCP_SILENT_S 3
 
-/* Takes the socket of a rank that was met, whatever it returns. */
+/* Takes the socket of a met rank, also on an error. */
 typedef smp_status smp_tcp_take(void *arg, int rank, int fd);
 
-/* The same for a transport, in half of the time: cards[r] is what the comm has, NULL
- * for a rank without one.  Each socket sends at once what it is given, asks for the
- * other host while it is idle (SMP_TCP_SILENT_S), and goes to `take`, also after a
- * failure.  With *failed: SMP_ERR_MALFORMED: what that one has sent is no card; errors
- * of `take`. */
+/* The same for a transport, in half of the time: cards[r] is the comm's, NULL for a
+ * rank without one.  Each socket sends given bytes at once, probes the other host while
+ * idle (SMP_TCP_SILENT_S), and goes to `take`, also after a failure.  With *failed:
+ * SMP_ERR_MALFORMED: that rank's bytes are no card; errors of `take`. */
 smp_status smp_tcp_connect(smp_tcp_door *door, const smp_tcp_self *self,
                            const void *const *cards, const size_t *card_bytes,
                            const bool *wanted, const smp_deadline *deadline,

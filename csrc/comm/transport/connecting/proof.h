@@ -1,5 +1,5 @@
-/* Proving that one knows the job's secret without saying it: HMAC-SHA256 (RFC 2104,
- * FIPS 180-4).  For handshakes: a few hundred bytes, once per connection. */
+/* A proof of knowing the job's secret without sending it: HMAC-SHA256 (RFC 2104, FIPS
+ * 180-4).  For handshakes: a few hundred bytes, once per connection. */
 #ifndef SMP_COMM_TRANSPORT_CONNECTING_PROOF_H
 #define SMP_COMM_TRANSPORT_CONNECTING_PROOF_H
 

@@ -1,8 +1,7 @@
-/* Lifelines first, so that making the communicator does not wait for a rank that is
- * dead.
+/* Lifelines first: making the communicator must not wait for a dead rank.
  *
  * Making the communicator waits for the other ranks without limit, so it is done by a
- * thread of its own, which is left behind when the time is over. */
+ * thread of its own, left behind after the time-out. */
 #define _GNU_SOURCE
 #include "comm/transport/mpi/group.h"
 
@@ -19,7 +18,7 @@
 /* MPI promises tags up to this. */
 #define TAGS 32767u
 
-/* What the thread works on: its own when it is left behind. */
+/* The thread's data: its own after it is left behind. */
 typedef struct {
     MPI_Comm comm;
     int      result;
@@ -50,7 +49,8 @@ make_comm(void *arg)
     return NULL;
 }
 
-/* Keeps jobs apart that some ranks make while others still make another (FNV-1a). */
+/* Keeps two jobs apart: some ranks may make one while others still make another
+ * (FNV-1a). */
 static int
 tag_of(const char *job)
 {
@@ -145,8 +145,8 @@ out:
     return status;
 }
 
-/* Who is to be named while the communicator is made; -1: nobody.  A rank may have given
- * up because of one that died, so that one comes first, and the other only when it has
+/* The rank to name while the communicator is made; -1: none.  A rank may have given up
+ * because of a dead one.  So a dead one comes first, and the other only when it has
  * `given_up` for a look already. */
 static int
 missing(const int *fds, int size, int *given_up)

@@ -2,20 +2,20 @@
  *
  * A message travels as one MPI message with the head (head.h: sizes of all blocks, the
  * bytes, the bytes of small blocks), then one per larger block, in order.  MPI keeps
- * the order of messages with one tag between two ranks, so the receiver, which posts
- * the receives for the blocks of one head after the other, gets each into its place.
+ * the order of messages with one tag between two ranks.  So the receiver posts the
+ * receives for the blocks of one head after the other, and gets each into its place.
  *
- * MPI does not tell who died, so beside it there is a lifeline to each rank
- * (comm/transport/connecting/lifeline.h).  Who ends says goodbye over MPI, and the
- * other says over the lifeline that all before it has arrived.  After a loss this rank
- * calls MPI no more: Open MPI, when it sees a connection of its own end, ends the
- * process that sees it. So the lifelines are looked at before every round of calls. The
- * other ranks hear of the loss by themselves; who then ends before they have tells them
- * over the lifeline that it is not the one to name.
+ * MPI does not name a dead rank, so beside it each rank has a lifeline
+ * (comm/transport/connecting/lifeline.h).  A rank at its end says goodbye over MPI, and
+ * the other confirms all earlier messages over the lifeline.  After a loss this rank
+ * calls MPI no more: Open MPI, when it sees a connection of its own end, ends its
+ * process.  So the lifelines are looked at before every round of calls.  The other
+ * ranks hear of the loss by themselves.  A rank at its end before then tells them over
+ * the lifeline that it is not the one to name.
  *
  * MPI has no descriptor to sleep on.  The progress thread polls hard for a moment after
- * something has moved, and longer while the receiving thread sleeps (this rank's core
- * is free then); otherwise it looks once in a while.
+ * a transfer's progress, and longer while the receiving thread sleeps (this rank's core
+ * is free then).  Otherwise it looks once in a while.
  *
  * This file is part of another shared object than the rest of csrc/comm, and uses it
  * only through the host's table.
@@ -48,8 +48,8 @@ lifelines_ready(void *arg, uint32_t events)
     (void)events;
 }
 
-/* Nothing is on its way between us any more, so nothing can arrive for a communicator
- * that does not exist. */
+/* No message is on its way between us any more, so none can arrive for a freed
+ * communicator. */
 static bool
 is_parted(const smp_mpi_peer *p)
 {
@@ -171,7 +171,7 @@ take_lifeline(void *arg, int rank, int fd)
                                        : SMP_ERR_SYSTEM;
 }
 
-/* Lifelines to those that are wanted, and a communicator of all. */
+/* Lifelines to the wanted ranks, and a communicator of all. */
 static smp_status
 meet(smp_mpi *self, const void *const *cards, const int *ranks, const bool *wanted,
      const smp_deadline *deadline, bool *reached, int *failed)
@@ -220,8 +220,8 @@ watch_lifelines(smp_mpi *self)
                : status;
 }
 
-/* Ranks on one host reach one another by shared memory or not at all, so either every
- * rank of the job wants somebody, or nobody does: all come to the same answer. */
+/* Ranks on one host reach one another by shared memory or not at all.  So either every
+ * rank of the job wants a connection, or none does: all come to the same answer. */
 static smp_status
 mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
             const bool *wanted, const smp_deadline *deadline, bool *reached,
@@ -248,7 +248,7 @@ mpi_connect(void *arg, const void *const *cards, const size_t *card_bytes,
     if (!smp_mpi_world_ranks(&self->card, host->rank, size, cards, card_bytes, ranks)) {
         free(ranks);
         smp_tcp_door_close(&self->door);
-        return SMP_OK; /* reaches nobody */
+        return SMP_OK; /* reaches no rank */
     }
     *failed = wants;
     status = meet(self, cards, ranks, wanted, deadline, reached, failed);
@@ -295,7 +295,7 @@ mpi_destroy(void *arg)
         MPI_Comm_free(&self->comm);
         smp_mpi_leave(self);
     }
-    if (!atomic_load(&self->ended)) {                      /* these speak to nobody */
+    if (!atomic_load(&self->ended)) {                      /* these speak to no rank */
         MPI_Comm_delete_attr(MPI_COMM_SELF, self->keyval); /* runs mpi_ends */
         MPI_Comm_free_keyval(&self->keyval);
     }

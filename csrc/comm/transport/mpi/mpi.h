@@ -11,7 +11,7 @@
 smp_status smp_mpi_usable(void);
 
 /* All ranks of the job are processes of one MPI_COMM_WORLD.  Its progress thread makes
- * all calls of MPI but those of connect, which the connecting thread waits for. */
+ * all calls of MPI but those of connect: the connecting thread waits for these. */
 extern const smp_transport smp_transport_mpi;
 
 #endif

@@ -106,7 +106,7 @@ smp_mpi_make_room(smp_mpi_requests *all, size_t more)
     return true;
 }
 
-/* MPI has answered to the request that comes next. */
+/* MPI has answered to the next request. */
 static bool
 count_started(smp_mpi_requests *all, smp_mpi_transfer *t, int result)
 {

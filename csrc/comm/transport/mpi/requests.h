@@ -18,7 +18,7 @@
 
 /* A message on its way out or in. */
 typedef struct smp_mpi_transfer {
-    struct smp_mpi_transfer *next; /* owned: in the list that holds this one */
+    struct smp_mpi_transfer *next; /* owned: in the same list */
 
     int          rank; /* the other side */
     bool         incoming;
@@ -37,20 +37,20 @@ typedef struct {
     smp_mpi_transfer *last;
 } smp_mpi_transfers;
 
-/* What is under way; all zero: nothing. */
+/* The requests under way; all zero: none. */
 typedef struct {
     MPI_Request       *under_way; /* owned: [n], room for `room` */
-    smp_mpi_transfer **owners;    /* owned: [n] of borrowed: whose they are */
+    smp_mpi_transfer **owners;    /* owned: [n] of borrowed: their transfers */
     size_t             n;
     size_t             room;
     size_t             tested; /* where the next test begins */
 } smp_mpi_requests;
 
-/* The caller's, with a head of `bytes` that is not filled, and room for nblocks; NULL:
- * no memory. */
+/* The caller's, with an unfilled head of `bytes`, and room for nblocks; NULL: no
+ * memory. */
 smp_mpi_transfer *smp_mpi_new_outgoing(int dest, size_t bytes, size_t nblocks);
 
-/* One that MPI has done with, with all that it owns. */
+/* Frees a finished transfer, with all its own parts. */
 void smp_mpi_transfer_free(const smp_host *host, smp_mpi_transfer *t);
 
 /* Takes t over. */
@@ -59,25 +59,25 @@ void smp_mpi_put_last(smp_mpi_transfers *list, smp_mpi_transfer *t);
 /* The caller's; NULL: there is none. */
 smp_mpi_transfer *smp_mpi_take_first(smp_mpi_transfers *list);
 
-/* Empties the list: frees all; frees those that MPI does not know any more, since it
- * may still write into the others. */
+/* Empties the list: frees all; frees those unknown to MPI by now, since it may still
+ * write into the others. */
 void smp_mpi_transfers_free(const smp_host *host, smp_mpi_transfers *list);
 void smp_mpi_free_idle(const smp_host *host, smp_mpi_transfers *list);
 
 /* Room for `more` requests.  False: no memory. */
 bool smp_mpi_make_room(smp_mpi_requests *all, size_t more);
 
-/* Starts one request of t, for `bytes` (at most INT_MAX) at `data`, which are borrowed
- * until it has ended; there is room.  False: MPI refuses. */
+/* Starts one request of t, for `bytes` (at most INT_MAX) at `data`, borrowed until its
+ * end; there is room.  False: MPI refuses. */
 bool smp_mpi_start(smp_mpi_requests *all, MPI_Comm comm, smp_mpi_transfer *t,
                    void *data, size_t bytes, int tag);
 
-/* The same for the head of t, which MPI has already matched. */
+/* The same for the head of t, already matched by MPI. */
 bool smp_mpi_start_matched(smp_mpi_requests *all, MPI_Message *message,
                            smp_mpi_transfer *t);
 
-/* Tests some of them, each time the next ones.  Returns how many have ended, whose they
- * were and whether they failed. */
+/* Tests some of them, each time the next ones.  Returns the number of ended ones, with
+ * their transfers and failures. */
 size_t smp_mpi_test(smp_mpi_requests *all, smp_mpi_transfer *owners[SMP_MPI_TESTED],
                     bool failed[SMP_MPI_TESTED]);
 

@@ -1,4 +1,4 @@
-/* What the files of this folder share: the transport, and the ranks that it reaches. */
+/* The common state of this folder's files: the transport, and its reached ranks. */
 #ifndef SMP_COMM_TRANSPORT_MPI_STATE_H
 #define SMP_COMM_TRANSPORT_MPI_STATE_H
 
@@ -35,10 +35,10 @@ struct smp_mpi {
     smp_mpi_card    card;
     smp_tcp_door    door;
     MPI_Comm        comm;   /* MPI_COMM_NULL until connected */
-    int             keyval; /* its deletion tells that MPI ends */
-    int             npeers; /* set by connect: how many are reached */
+    int             keyval; /* its deletion is MPI's end */
+    int             npeers; /* set by connect: the number of reached ranks */
     int             epoll;  /* owned: all lifelines; -1 */
-    smp_watch       watch;  /* of that */
+    smp_watch       watch;  /* of epoll */
 
     /* The progress thread's, up to `over`. */
     smp_mpi_requests sends;

@@ -1,4 +1,4 @@
-/* Requests in and out, and how often the progress thread looks at them. */
+/* Requests in and out, and the progress thread's intervals of looks. */
 #define _GNU_SOURCE
 #include "comm/transport/mpi/transfer.h"
 
@@ -27,8 +27,8 @@
 /* Rounds of progress(), while it polls hard, before it returns to the loop. */
 #define ROUNDS 16
 
-/* How long to poll hard after something moved; the same while the receiver sleeps; the
- * longest pauses afterwards. */
+/* The time of hard polling after a transfer's move; the same while the receiver sleeps;
+ * the longest pauses afterwards. */
 #define HARD_NS 100000
 #define HARD_WAITING_NS 5000000
 #define PAUSE_NS 1000000
@@ -63,7 +63,7 @@ peer_gone(smp_mpi_peer *p)
     epoll_ctl(p->self->epoll, EPOLL_CTL_DEL, p->fd, NULL);
 }
 
-/* That rank is lost. */
+/* The rank is lost. */
 static void
 give_up(smp_mpi *self, int rank, smp_status why)
 {
@@ -73,11 +73,11 @@ give_up(smp_mpi *self, int rank, smp_status why)
     if (!p->gone) {
         self->host->ended(self->host->comm, rank, why);
         peer_gone(p);
-        shutdown(p->fd, SHUT_RDWR); /* so that it knows too */
+        shutdown(p->fd, SHUT_RDWR); /* tells the rank, too */
     }
 }
 
-/* A request of t has failed.  What was on its way to one that has left is no loss. */
+/* A request of t has failed.  A message on its way to a departed rank is no loss. */
 static void
 request_failed(smp_mpi *self, const smp_mpi_transfer *t)
 {
@@ -161,7 +161,7 @@ start_block(smp_mpi *self, smp_mpi_transfer *t, const smp_block *block)
 
 /* --------------------------------------------------------------------- receiving */
 
-/* What the head of t says: its message, and receives for the blocks that follow. */
+/* Reads the head of t: its message, and receives for the next blocks. */
 static void
 parse(smp_mpi *self, smp_mpi_transfer *t)
 {
@@ -326,7 +326,7 @@ start_next(smp_mpi *self)
     return true;
 }
 
-/* What is queued goes nowhere any more. */
+/* The queue goes nowhere any more. */
 static void
 drop_queue(smp_mpi *self)
 {
@@ -359,7 +359,7 @@ ended(smp_mpi *self, smp_mpi_transfer *t, bool failed)
     }
 }
 
-/* How long to wait until the next look. */
+/* The time until the next look. */
 static int64_t
 pause_for(smp_mpi *self)
 {

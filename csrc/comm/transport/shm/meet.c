@@ -1,13 +1,13 @@
 /* The socket file and the handshake.
  *
- * Of a pair the higher rank connects and speaks first.  The lower one answers only
- * from inside smp_shm_meet(), after it has looked which files there are: so no rank
- * removes its file before every rank that could see it has looked.
+ * The higher rank of a pair connects and speaks first.  The lower one answers only from
+ * inside smp_shm_meet(), after its look at the files: so no rank removes its file
+ * before the look of every rank on the host.
  *
  * The lower one connects too, and says nothing: its kernel closes that connection when
- * the higher rank dies before it speaks.  Whose connection has ended is called again,
- * and is lost if nobody listens any more.  So is one that was met and whose connection
- * ends without a word: in order, it says goodbye first.
+ * the higher rank dies before it speaks.  A rank with an ended connection is called
+ * again, and is lost if its file has no listener any more.  A met rank with a
+ * connection ended without a word is lost too: in order, it says goodbye first.
  */
 #define _GNU_SOURCE
 #include "comm/transport/shm/meet.h"
@@ -36,24 +36,25 @@
 #define MAGIC 0x53504d53u
 #define VERSION 3u
 
-/* Connections that have not said who they are, beyond two per rank. */
+/* Connections without a hello yet, beyond two per rank. */
 #define STRANGERS 16
 
-/* From the age of which on a file that has not got its name belongs to nobody: a rank
- * renames it at once. */
+/* From this age on a file without its final name belongs to no rank: a rank renames it
+ * at once. */
 #define EARLY_S 60
 
-/* How often to look, a millisecond apart, whether one that has hung up is dying. */
+/* The number of looks, a millisecond apart, for the death of a rank after its
+ * hang-up. */
 #define DYING_LOOKS 100
 
-/* How long to wait before trying a peer's full backlog again. */
+/* The pause before another try of a peer's full backlog. */
 #define RETRY_MS 5
 
-/* When one is lost, the others are still met, if they come within this time: who leaves
- * before they have come would be taken for lost himself. */
+/* When one is lost, the others are still met, if they come within this time: a rank
+ * leaving before would be taken for lost itself. */
 #define GRACE_NS (5 * SMP_NS_PER_S)
 
-/* One connection whose other side has not yet proved who it is. */
+/* One connection without the other side's proof yet. */
 typedef struct {
     int           fd;   /* owned */
     int           rank; /* whom we called; -1: it called us */
@@ -68,13 +69,13 @@ typedef struct {
     smp_shm_guest             *guests;
     bool                      *met;
     bool                      *expected; /* owned: ranks still to be met */
-    bool                      *called;   /* owned: ... that we have a connection to */
+    bool                      *called;   /* owned: ... with a connection from us */
     bool                      *left;     /* owned: met, and gone since */
     int                        nexpected;
-    int                        lost;    /* one that has died or given up; -1: none */
-    smp_status                 refused; /* nobody can be met: no descriptors are left */
-    caller                    *callers; /* owned: callers[0 .. ncallers) */
-    struct pollfd *polled; /* owned: callers', the door's, by rank guests' */
+    int                        lost; /* a rank dead or given up; -1: none */
+    smp_status     refused;          /* no rank can be met: no descriptors are left */
+    caller        *callers;          /* owned: callers[0 .. ncallers) */
+    struct pollfd *polled;           /* owned: callers', the door's, by rank guests' */
     int            ncallers;
     int            room;
 } meeting;
@@ -129,7 +130,7 @@ ends_with(const char *name, const char *end)
     return n >= strlen(end) && strcmp(name + n - strlen(end), end) == 0;
 }
 
-/* Whether a file of that name is one of ours, for so long that its owner listens. */
+/* Whether a file of this name is one of ours, old enough for its owner to listen. */
 static bool
 is_settled(const char *name, const struct stat *found)
 {
@@ -139,8 +140,8 @@ is_settled(const char *name, const struct stat *found)
                                         time(NULL) - found->st_mtim.tv_sec > EARLY_S));
 }
 
-/* Removes the socket files of this user at which nobody listens: a rank that was
- * killed before all had met left it. */
+/* Removes this user's socket files without a listener: left by ranks killed before all
+ * had met. */
 static void
 remove_stale(void)
 {
@@ -198,7 +199,7 @@ send_hello(int fd, const smp_shm_self *self, const smp_shm_card *own,
 }
 
 /* Reads a hello with its two descriptors.  1: read; 0: nothing there yet; -1: the other
- * side has hung up or said something else, or errno says that no descriptors are left.
+ * side has hung up or said something else, or no descriptors are left (errno).
  * Descriptors are the caller's after 1. */
 static int
 receive_hello(int fd, smp_shm_hello *hello, int fds[2])
@@ -266,7 +267,7 @@ same_user(int fd, pid_t *pid)
     return true;
 }
 
-/* Takes the descriptor.  False: there is no room, or it is somebody else's. */
+/* Takes the descriptor.  False: there is no room, or it is another's. */
 static bool
 add_caller(meeting *m, int fd, int rank, bool mute)
 {
@@ -296,7 +297,7 @@ no_longer_expected(meeting *m, int rank)
     }
 }
 
-/* The rank that a hello comes from, if it is one that we wait for; -1. */
+/* The rank of a hello, if expected; -1: not. */
 static int
 recognize(const meeting *m, const smp_shm_hello *hello, int called)
 {
@@ -310,7 +311,7 @@ recognize(const meeting *m, const smp_shm_hello *hello, int called)
     return rank;
 }
 
-/* A rank at whose file nobody listens any more has died, or given up. */
+/* A rank's file without a listener: the rank has died, or given up. */
 static void
 is_lost(meeting *m, int rank)
 {
@@ -320,7 +321,7 @@ is_lost(meeting *m, int rank)
     }
 }
 
-/* Its connection has ended; what it has said before is read later. */
+/* Its connection has ended; its earlier bytes are read later. */
 static void
 guest_left(meeting *m, int rank)
 {
@@ -332,7 +333,7 @@ guest_left(meeting *m, int rank)
     }
 }
 
-/* A connection has ended without a meeting; rank < 0: not one that we made. */
+/* A connection has ended without a meeting; rank < 0: not one of ours. */
 static void
 ended(meeting *m, int rank, bool mute)
 {
@@ -342,10 +343,10 @@ ended(meeting *m, int rank, bool mute)
         return;
     }
     if (mute) {
-        m->called[rank] = false; /* and again, which shows why */
+        m->called[rank] = false; /* another call shows the reason */
         return;
     }
-    /* A process that ends may close this connection before it stops to listen. */
+    /* A process at its end may close this connection before its listening socket. */
     for (int i = 0; i < DYING_LOOKS; i++) {
         fd = call_file(m->cards[rank]->path);
         if (fd >= 0) {
@@ -400,8 +401,8 @@ hear(meeting *m, int i)
     return true;
 }
 
-/* Calls a rank that is expected: to greet a lower one, or to hear of a higher one's
- * end.  False: its backlog is full, try again. */
+/* Calls an expected rank: to greet a lower one, or to hear of a higher one's end.
+ * False: its backlog is full, try again. */
 static bool
 call(meeting *m, int rank)
 {
@@ -432,7 +433,7 @@ call(meeting *m, int rank)
     return true;
 }
 
-/* Calls whoever is to be called; false: some must be called again soon. */
+/* Calls the ranks to be called; false: some must be called again soon. */
 static bool
 call_all(meeting *m)
 {
@@ -573,7 +574,7 @@ smp_shm_hello_ok(const smp_shm_hello *hello, const smp_shm_self *self, int rank,
            strncmp(hello->job, self->job, sizeof(hello->job)) == 0;
 }
 
-/* The first rank that is still expected. */
+/* The first rank still expected. */
 static int
 first_expected(const meeting *m)
 {
@@ -585,7 +586,7 @@ first_expected(const meeting *m)
     return r;
 }
 
-/* Until nobody is expected any more. */
+/* Until no rank is expected any more. */
 static smp_status
 meet_all(meeting *m, const smp_deadline *given, int *failed)
 {
@@ -624,7 +625,7 @@ meet_all(meeting *m, const smp_deadline *given, int *failed)
     return status;
 }
 
-/* Removes the files of those that died before they could do it. */
+/* Removes the files of dead ranks. */
 static void
 remove_files_of_dead(const meeting *m)
 {

@@ -1,14 +1,14 @@
-/* How the ranks of one host meet: a socket file in /dev/shm, and a handshake.
+/* The meeting of one host's ranks: a socket file in /dev/shm, and a handshake.
  *
- * "One host" means that this file is reachable: host names, boot ids and pids are
- * shared by network namespaces that see different /dev/shm, and memory can be read
- * across namespaces that should be kept apart.
+ * "One host" means a reachable file: host names, boot ids and pids are shared by
+ * network namespaces with different /dev/shm.  Memory can be read across namespaces
+ * that should be kept apart.
  *
  * The card names the file (mode 0600, 128 random bits in its name) and holds a secret
- * token.  Both sides of a connection prove that they know the other's token and send
- * their version, job and rank; then they exchange the descriptors of their segment and
- * of the eventfd that wakes their progress thread.  Whoever says something else is
- * turned away.  The file is removed as soon as all have met.
+ * token.  Both sides of a connection prove their knowledge of the other's token and
+ * send their version, job and rank.  Then they exchange the descriptors of their
+ * segment and of their progress thread's eventfd.  A caller with other bytes is turned
+ * away.  The file is removed as soon as all have met.
  *
  * Threads  one, before the comm's own.
  */
@@ -50,7 +50,7 @@ typedef struct {
     smp_shm_card card;
 } smp_shm_door;
 
-/* Who opens the door, and what is handed to those who are let in. */
+/* The door's owner, and its descriptors for admitted ranks. */
 typedef struct {
     int         rank;
     int         size;
@@ -60,7 +60,7 @@ typedef struct {
     int         kick_fd;
 } smp_shm_self;
 
-/* What the other side of a meeting gave. */
+/* The other side's part of a meeting. */
 typedef struct {
     int      socket; /* owned by the receiver of this struct, as all descriptors */
     int      segment_fd;
@@ -69,14 +69,14 @@ typedef struct {
     uint64_t arena_bytes;
 } smp_shm_guest;
 
-/* Makes the socket file, and removes those that dead processes of this user left.
+/* Makes the socket file, and removes those left by dead processes of this user.
  * SMP_ERR_SYSTEM. */
 smp_status smp_shm_door_open(int rank, smp_shm_door *door);
 
 /* Removes the file.  Twice is fine. */
 void smp_shm_door_close(smp_shm_door *door);
 
-/* Removes a rank's file if nobody listens there any more: it has died. */
+/* Removes a rank's file if it has no listener any more: the rank has died. */
 void smp_shm_remove_dead(const char *path);
 
 /* Whether bytes are the card of `rank`. */
@@ -86,10 +86,10 @@ bool smp_shm_card_ok(const void *bytes, size_t n, int rank);
 bool smp_shm_hello_ok(const smp_shm_hello *hello, const smp_shm_self *self, int rank,
                       const smp_shm_card *own, const smp_shm_card *theirs);
 
-/* Meets each rank r whose cards[r] is not NULL and whose file is reachable; fills
+/* Meets each rank r with a card (cards[r] is not NULL) and a reachable file; fills
  * guests[r] and sets met[r].  With *failed: SMP_ERR_TIMED_OUT; SMP_ERR_PEER_LOST: it
  * has died or given up, and its file is gone.  SMP_ERR_INTERRUPTED, SMP_ERR_NO_MEMORY.
- * What was met before a failure is in guests all the same. */
+ * Ranks met before a failure are in guests all the same. */
 smp_status smp_shm_meet(smp_shm_door *door, const smp_shm_self *self,
                         const smp_shm_card *const *cards, const smp_deadline *deadline,
                         smp_shm_guest *guests, bool *met, int *failed);

@@ -78,7 +78,7 @@ smp_record_write(void *to, smp_record_kind kind, const void *bytes, size_t nbyte
     }
 }
 
-/* Makes block i from its ref.  *inlined: the bytes of inline blocks that are left. */
+/* Makes block i from its ref.  *inlined: the remaining bytes of inline blocks. */
 static smp_status
 read_block(const ref *r, const uint8_t **inlined, size_t *left, smp_segment *theirs,
            smp_block **out, size_t *missing)

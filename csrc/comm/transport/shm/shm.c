@@ -6,10 +6,10 @@
  *
  * Two things can be full, and neither is waited for.  A full ring: the record waits in
  * this process, and the progress thread moves it when the receiver, seeing the ring
- * hungry, writes to our eventfd.  A full arena: the block's bytes go through the
- * pair's socket, and its message waits at the receiver until they are there.  Order is
- * kept because records are put into the ring, and blocks into the socket, in the order
- * of the sends, and the receiver takes both in that order.
+ * hungry, writes to our eventfd.  A full arena: the block's bytes go through the pair's
+ * socket, and its message waits for them at the receiver.  Order is kept: records are
+ * put into the ring, and blocks into the socket, in the order of the sends.  The
+ * receiver takes both in that order.
  */
 #define _GNU_SOURCE
 #include <poll.h>
@@ -35,14 +35,14 @@
 #    define SO_PEERPIDFD 77
 #endif
 
-/* A record that waits for room in the ring. */
+/* A record waiting for room in the ring. */
 typedef struct waiting {
     struct waiting *next; /* owned */
     size_t          bytes;
     uint64_t        record[];
 } waiting;
 
-/* How long a process may take to end once it has closed its connections. */
+/* The most time of a process's end once it has closed its connections. */
 #define DYING_MS 1000
 
 typedef struct shm shm;
@@ -51,7 +51,7 @@ typedef struct {
     shm         *self; /* borrowed */
     int          rank;
     pid_t        pid;      /* 0: not seen from this pid namespace */
-    char         file[64]; /* which it removes when it has met all, if it lives */
+    char         file[64]; /* removed by the rank when it has met all, if it lives */
     smp_segment *segment;  /* owned: one reference; the peer's */
     int          pid_fd;   /* owned: readable when it is dead; -1: the socket tells */
     int          kick_fd;  /* owned: wakes its progress thread */
@@ -65,7 +65,7 @@ typedef struct {
 
     smp_watch socket_watch; /* progress thread only, like all up to `gone` */
     smp_watch pid_watch;
-    bool      writable_wanted; /* epoll announces that the socket takes bytes */
+    bool      writable_wanted; /* epoll announces room in the socket */
     bool      gone;            /* nothing more comes or goes */
 
     smp_lock          lock; /* guards all below; also the order of stream's blocks */
@@ -177,8 +177,8 @@ place_record(peer *p, size_t bytes, void **to, waiting **late)
     return SMP_OK;
 }
 
-/* Writes one record and lets its blocks go: those of `spilled` (the record that lies
- * in blocks[0]) after blocks[0] itself.  On failure nothing has happened. */
+/* Writes one record and lets its blocks go: those of `spilled` (the record in
+ * blocks[0]) after blocks[0] itself.  On failure nothing has happened. */
 static smp_status
 put_record(peer *p, smp_record_kind kind, const void *bytes, size_t nbytes,
            smp_block *const *blocks, size_t nblocks, smp_block *const *spilled,
@@ -324,7 +324,7 @@ unspill(peer *p)
     return p->partial_kind == SMP_RECORD_WHOLE ? SMP_OK : SMP_ERR_MALFORMED;
 }
 
-/* Puts the blocks that came through the socket into partial. */
+/* Puts the blocks from the socket into partial. */
 static void
 fill_partial(peer *p)
 {
@@ -405,7 +405,7 @@ peer_ended(peer *p, smp_status why)
     host->ended(host->comm, p->rank, why);
 }
 
-/* Reads the socket and acts on what comes. */
+/* Reads the socket and acts on its frames. */
 static smp_socket_event
 read_stream(peer *p)
 {
@@ -450,8 +450,8 @@ socket_ready(void *arg, uint32_t events)
     }
 }
 
-/* It is dead: what it has written is still in the socket, then nothing more comes.
- * Its forked children may hold the socket open, so that alone does not tell. */
+/* The peer is dead: its last bytes are still in the socket, then nothing more comes.
+ * Its forked children may hold the socket open, so the socket alone does not tell. */
 static void
 pid_ready(void *arg, uint32_t events)
 {
@@ -518,8 +518,8 @@ shm_finish(void *arg)
 
 /* -------------------------------------------------------- setup and teardown */
 
-/* A descriptor that is readable when the process at the other end is dead; -1: there is
- * none.  Asking the socket works across pid namespaces (Linux 6.5). */
+/* A descriptor, readable once the process at the other end is dead; -1: none.  Asking
+ * the socket works across pid namespaces (Linux 6.5). */
 static int
 open_pidfd(const smp_shm_guest *guest)
 {
@@ -591,8 +591,8 @@ err_close:
     return status;
 }
 
-/* A rank that was killed before it had met all has left its file.  Its connection to us
- * may end a moment before it stops to listen. */
+/* A rank killed before it had met all has left its file.  Its connection to us may end
+ * a moment before its listening socket. */
 static void
 remove_file_of_dead(const peer *p)
 {
@@ -656,8 +656,8 @@ err_free:
     return status;
 }
 
-/* The cards in a form that can be read, NULL where there is none.  *failed: whose is
- * not a card. */
+/* The cards in readable form, NULL for a missing one.  *failed: the rank of a malformed
+ * one. */
 static smp_status
 read_cards(int size, const void *const *cards, const size_t *card_bytes,
            const bool *wanted, smp_shm_card *copies, const smp_shm_card **out,

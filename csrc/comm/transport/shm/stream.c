@@ -7,7 +7,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* Bytes moved in one call, so that one peer does not keep the others waiting. */
+/* Bytes moved in one call, so one peer does not keep the others waiting. */
 #define TURN_BYTES ((size_t)8 << 20)
 
 void
@@ -83,7 +83,7 @@ read_some(smp_stream *stream, void *to, size_t want, smp_socket_event *event)
     return false;
 }
 
-/* A whole frame is there: what it means. */
+/* Acts on a whole frame. */
 static bool
 begin_block(smp_stream *stream, smp_socket_event *event)
 {
@@ -145,7 +145,7 @@ smp_stream_read(smp_stream *stream, size_t *blocks)
     return SMP_SOCKET_MORE;
 }
 
-/* The block to be written now, NULL for none; *goodbye: it is time for that. */
+/* The block to be written now, NULL for none; *goodbye: the goodbye is due. */
 static smp_block *
 first_out(smp_stream *stream, bool *goodbye)
 {

@@ -1,11 +1,11 @@
-/* The socket between two ranks of one host: blocks that did not fit into the pool, and
- * the goodbye.
+/* The socket between two ranks of one host: blocks without room in the pool, and the
+ * goodbye.
  *
  *   frame = kind, bytes; then `bytes` of a block
  *
  * Ownership  put() takes a block; get() gives one.
- * Threads    put, say_goodbye: any.  get, arrived: the receiving thread.  The rest:
- *            the progress thread, before and after which init and fini run.
+ * Threads    put, say_goodbye: any.  get, arrived: the receiving thread.  The rest: the
+ *            progress thread; init runs before and fini after its life.
  */
 #ifndef SMP_COMM_TRANSPORT_SHM_STREAM_H
 #define SMP_COMM_TRANSPORT_SHM_STREAM_H
@@ -49,7 +49,7 @@ typedef struct {
     bool           goodbye; /* to be said once out is empty */
 } smp_stream;
 
-/* Takes fd, which does not block. */
+/* Takes fd, a nonblocking one. */
 void smp_stream_init(smp_stream *stream, int fd);
 void smp_stream_fini(smp_stream *stream);
 
@@ -57,14 +57,15 @@ void smp_stream_fini(smp_stream *stream);
 void smp_stream_put(smp_stream *stream, smp_block *block);
 void smp_stream_say_goodbye(smp_stream *stream);
 
-/* How many blocks have arrived, and the oldest (NULL: none). */
+/* The number of arrived blocks, and the oldest (NULL: none). */
 size_t     smp_stream_arrived(const smp_stream *stream);
 smp_block *smp_stream_get(smp_stream *stream);
 
-/* Reads what is there, up to a limit.  *blocks: how many more have arrived. */
+/* Reads the arrived bytes, up to a limit.  *blocks: the number of newly arrived
+ * ones. */
 smp_socket_event smp_stream_read(smp_stream *stream, size_t *blocks);
 
-/* Writes what is queued, up to a limit: IDLE, MORE, BLOCKED or HUNG_UP. */
+/* Writes the queue, up to a limit: IDLE, MORE, BLOCKED or HUNG_UP. */
 smp_socket_event smp_stream_write(smp_stream *stream);
 
 #endif

@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-/* Bytes moved in one call, so that one peer does not keep the others waiting. */
+/* Bytes moved in one call, so one peer does not keep the others waiting. */
 #define TURN_BYTES ((size_t)8 << 20)
 
 /* Pieces of memory in one system call. */
@@ -114,7 +114,7 @@ piece_of(const smp_tcp_frame *frame, size_t part)
                           smp_block_bytes(frame->blocks[part - 1])};
 }
 
-/* The next pieces to be sent, of as many frames as fit; how many. */
+/* The next pieces to be sent, of as many frames as fit; returns their number. */
 static size_t
 collect(const smp_tcp_writer *writer, struct iovec *pieces, size_t limit)
 {
@@ -227,7 +227,7 @@ smp_tcp_reader_fini(smp_tcp_reader *reader)
     free(reader->ahead);
 }
 
-/* Where the bytes of the present part go. */
+/* The place for the bytes of the present part. */
 static struct iovec
 place_of(smp_tcp_reader *reader)
 {
@@ -296,7 +296,7 @@ sizes_ok(const smp_tcp_reader *reader)
     return left == 0;
 }
 
-/* Memory for the block that comes next. */
+/* Memory for the next block. */
 static smp_socket_event
 begin_block(smp_tcp_reader *reader)
 {

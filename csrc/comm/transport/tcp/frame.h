@@ -8,7 +8,7 @@
  *
  * Ownership  A frame owns its blocks; a writer owns its frames; a reader hands whole
  *            messages to the host.
- * Threads    writer: those who hold the lock of its owner.  reader: one.
+ * Threads    writer: any, with the lock of its owner.  reader: one.
  */
 #ifndef SMP_COMM_TRANSPORT_TCP_FRAME_H
 #define SMP_COMM_TRANSPORT_TCP_FRAME_H
@@ -29,13 +29,13 @@ typedef struct {
     uint64_t sequence; /* counts the frames of one direction from 0 */
     uint64_t nbytes;
     uint64_t nblocks;
-    uint64_t total; /* what follows the header */
+    uint64_t total; /* the bytes behind the header */
 } smp_tcp_header;
 
 /* ---------------------------------------------------------------------- writing */
 
 typedef struct smp_tcp_frame {
-    struct smp_tcp_frame *next; /* owned: in the list that holds this one */
+    struct smp_tcp_frame *next; /* owned: in the same list */
     size_t                head_bytes;
     uint8_t              *head; /* inside this allocation: header, sizes, bytes */
     size_t                nblocks;
@@ -52,12 +52,12 @@ typedef struct {
     uint64_t       sequence;
     smp_tcp_frames frames;
     size_t         part;  /* of the first frame: 0 its head, i its block i-1 */
-    size_t         at;    /* bytes of that part that are sent */
+    size_t         at;    /* sent bytes of that part */
     uint64_t       total; /* bytes sent */
     bool           ended; /* nothing more can be written */
 } smp_tcp_writer;
 
-/* A frame of a copy of `bytes`, and of the blocks, which it takes.  On failure
+/* A frame of a copy of `bytes`, and of the blocks: it takes these.  On failure
  * (SMP_ERR_NO_MEMORY) the blocks are still the caller's. */
 smp_status smp_tcp_frame_create(const void *bytes, size_t nbytes,
                                 smp_block *const *blocks, size_t nblocks,
@@ -72,15 +72,15 @@ void smp_tcp_frames_free(smp_tcp_frames *frames);
 /* Queues a frame: it gets its number now. */
 void smp_tcp_writer_put(smp_tcp_writer *writer, smp_tcp_frame *frame);
 
-/* Writes what is queued, up to a limit, and moves what is sent to `done`, which the
- * caller frees without the lock.  IDLE, MORE, BLOCKED or HUNG_UP; after that all frames
- * are done. */
+/* Writes the queue, up to a limit, and moves sent frames to `done`, for the caller to
+ * free without the lock.  IDLE, MORE, BLOCKED or HUNG_UP; after HUNG_UP all frames are
+ * done. */
 smp_socket_event smp_tcp_write(smp_tcp_writer *writer, smp_tcp_frames *done);
 
 /* ---------------------------------------------------------------------- reading */
 
-/* What is read ahead of what has a place: small messages then cost one call, and the
- * next header comes with the last bytes of a block. */
+/* Bytes read ahead of their place: small messages then cost one call, and the next
+ * header comes with the last bytes of a block. */
 #define SMP_TCP_AHEAD ((size_t)32 << 10)
 
 typedef enum { PART_HEADER, PART_SIZES, PART_BYTES, PART_BLOCKS } smp_tcp_part;
@@ -88,12 +88,12 @@ typedef enum { PART_HEADER, PART_SIZES, PART_BYTES, PART_BLOCKS } smp_tcp_part;
 typedef struct {
     int             fd;   /* borrowed */
     const smp_host *host; /* borrowed: makes messages and blocks */
-    int             rank; /* who is at the other side */
+    int             rank; /* the rank at the other side */
     uint64_t        sequence;
     smp_tcp_header  header;
     smp_tcp_part    part;
     size_t          have;    /* bytes of the part, or of the block */
-    size_t          block;   /* PART_BLOCKS: which */
+    size_t          block;   /* PART_BLOCKS: its number */
     uint64_t       *sizes;   /* owned: [nblocks] */
     smp_message    *message; /* owned */
     size_t          at;      /* ahead[at .. end) is read and not used */
@@ -107,8 +107,8 @@ smp_status smp_tcp_reader_init(smp_tcp_reader *reader, int fd, const smp_host *h
                                int rank);
 void       smp_tcp_reader_fini(smp_tcp_reader *reader);
 
-/* Reads what is there, up to a limit, and delivers whole messages; *bytes is how much
- * came.  Anything but BLOCKED; not to be called again after ENDED, HUNG_UP, BROKEN or
+/* Reads the arrived bytes, up to a limit, and delivers whole messages; *bytes is their
+ * number.  Anything but BLOCKED; not to be called again after ENDED, HUNG_UP, BROKEN or
  * NO_MEMORY. */
 smp_socket_event smp_tcp_read(smp_tcp_reader *reader, size_t *bytes);
 

@@ -1,15 +1,15 @@
 /* The TCP transport: one connection for each pair of ranks.
  *
- * The sending thread itself writes what the socket takes; the rest waits in this
- * process, and the progress thread writes it when there is room again.  The progress
+ * The sending thread itself writes as much as the socket takes.  The rest waits in this
+ * process; the progress thread writes it when the socket has room again.  The progress
  * thread reads everything.
  *
- * A peer that dies closes its connection.  A host that dies says nothing: when bytes
- * stay unacknowledged for SILENCE_NS the peer is lost, and while nothing is on its way
- * the kernel asks once a second.  (TCP_USER_TIMEOUT would also end the connection to a
- * rank that is merely stopped, whose kernel answers and whose buffers are full.)  A
- * child that a rank made with a bare clone() keeps its connections open, so the rank's
- * death is then seen only by the other transports' ranks.
+ * A dying peer closes its connection.  A dying host says nothing: when bytes stay
+ * unacknowledged for SILENCE_NS the peer is lost, and on an idle connection the kernel
+ * probes once a second.  (TCP_USER_TIMEOUT would also end the connection to a merely
+ * stopped rank, with an answering kernel and full buffers.)  A rank's child from a bare
+ * clone() keeps its connections open, so the rank's death is then seen only by the
+ * other transports' ranks.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -32,12 +32,12 @@
 #include "common/jitter.h"
 #include "common/lock.h"
 
-/* How long a host may be silent although it was sent something, and how often we look
+/* The most time of a host's silence after bytes to it, and the interval of our looks
  * while something is on its way. */
 #define SILENCE_NS (2 * SMP_NS_PER_S)
 #define LOOK_NS (SMP_NS_PER_S / 4)
 
-/* Full windows that went unanswered before a silent host is given up. */
+/* Unanswered full windows before a silent host is given up. */
 #define PROBES 2
 
 typedef struct tcp tcp;
@@ -49,10 +49,10 @@ typedef struct {
 
     smp_tcp_reader reader; /* progress thread only, like all up to `unacked` */
     smp_watch      watch;
-    bool           writable_wanted; /* epoll announces that the socket takes bytes */
+    bool           writable_wanted; /* epoll announces room in the socket */
     bool           gone;            /* nothing more comes or goes */
     bool           said_goodbye;    /* it is queued */
-    uint64_t       acked;           /* bytes that had been acknowledged ... */
+    uint64_t       acked;           /* bytes acknowledged ... */
     int64_t        acked_ns;        /* ... when this last grew, or all were */
     bool           unacked;         /* some are not */
 
@@ -86,7 +86,7 @@ peer_destroy(peer *p)
 
 /* ------------------------------------------------------------------ sending */
 
-/* Writes what is queued; caller holds the lock. */
+/* Writes the queue; caller holds the lock. */
 static smp_socket_event
 write_locked(peer *p, smp_tcp_frames *done)
 {
@@ -141,7 +141,7 @@ peer_ended(peer *p, smp_status why)
     const smp_host *host = p->self->host;
     smp_tcp_frames  dropped;
 
-    /* The comm first: a sender that is told so asks it for the rank. */
+    /* The comm first: a sender asks it for the rank after this error. */
     host->ended(host->comm, p->rank, why);
     p->gone = true;
     host->unwatch(host->comm, p->fd);
@@ -153,7 +153,7 @@ peer_ended(peer *p, smp_status why)
     smp_lock_release(&p->lock);
     smp_tcp_frames_free(&dropped);
     if (why != SMP_ERR_CLOSED) {
-        shutdown(p->fd, SHUT_RDWR); /* so that it knows too */
+        shutdown(p->fd, SHUT_RDWR); /* tells the rank, too */
     }
 }
 
@@ -172,8 +172,8 @@ read_peer(peer *p)
     }
 }
 
-/* A write that fails says nothing yet: what the peer had sent before, perhaps its
- * goodbye, is still to be read. */
+/* A failed write decides nothing yet: the peer's earlier bytes, perhaps its goodbye,
+ * are still to be read. */
 static void
 write_peer(peer *p)
 {
@@ -226,7 +226,7 @@ is_silent(peer *p, int64_t now)
            info.tcpi_last_ack_recv >= SILENCE_NS / SMP_NS_PER_MS;
 }
 
-/* Looks for peers that are silent; how long until the next look, or -1. */
+/* Looks for silent peers; returns the time until the next look, or -1. */
 static int64_t
 look_for_silence(tcp *self)
 {

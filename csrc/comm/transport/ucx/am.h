@@ -1,4 +1,4 @@
-/* What the ranks say to each other over UCX: the header of every active message. */
+/* The ranks' messages over UCX: the header of every active message. */
 #ifndef SMP_COMM_TRANSPORT_UCX_AM_H
 #define SMP_COMM_TRANSPORT_UCX_AM_H
 
@@ -15,13 +15,13 @@ typedef enum {
     SMP_UCX_AM_BLOCK = 3,   /* block `first` of a message */
     SMP_UCX_AM_GOODBYE = 4, /* the last one */
 
-    /* Patterns that follow the first hello, sent as a head and as a block are. */
+    /* Patterns behind the first hello, sent as a head and as a block. */
     SMP_UCX_AM_TRY_HEAD = 5,
     SMP_UCX_AM_TRY_BLOCK = 6
 } smp_ucx_am_kind;
 
-/* Bytes of the two patterns (common/pattern.h), whose seeds are the pass and its
- * bits the other way round. */
+/* Bytes of the two patterns (common/pattern.h), with the pass and its inverted bits as
+ * seeds. */
 #define SMP_UCX_TRY_HEAD_BYTES ((size_t)1000)
 #define SMP_UCX_TRY_BLOCK_BYTES ((size_t)65536)
 

@@ -6,7 +6,7 @@
 
 #include "comm/transport/body.h"
 
-/* A block that arrived before its message's head. */
+/* A block ahead of its message's head. */
 typedef struct early {
     struct early *next;
     uint64_t      index;
@@ -19,7 +19,7 @@ struct smp_ucx_arrival {
     bool             goodbye;
     smp_message     *message; /* owned; NULL: the head is not there */
     uint64_t        *sizes;   /* owned: [message->nblocks] */
-    size_t           missing; /* blocks that are still to come */
+    size_t           missing; /* blocks still to come */
     early           *early;   /* owned */
 };
 
@@ -40,7 +40,7 @@ arrival_free(const smp_host *host, smp_ucx_arrival *m)
     free(m);
 }
 
-/* The one with that number, made if it is not there. */
+/* The one with this number, made if missing. */
 static smp_status
 find(smp_ucx_arrivals *a, uint64_t number, smp_ucx_arrival **out)
 {

@@ -1,12 +1,12 @@
-/* Messages of one sender put together from parts, which may arrive in any order.
+/* Messages of one sender put together from parts in any order of arrival.
  *
  * A message has a number, a head with its body (comm/transport/body.h) and its larger
- * blocks, each of which arrives by itself.  Messages come out in the order of their
- * numbers, and a goodbye in its turn.
+ * blocks, each arriving by itself.  Messages come out in the order of their numbers,
+ * and a goodbye in its turn.
  *
- * Ownership  What is put in belongs to the arrivals; what next() gives, to the caller.
+ * Ownership  Parts put in belong to the arrivals; messages from next(), to the caller.
  * Threads    one at a time.
- * Errors     SMP_ERR_NO_MEMORY; SMP_ERR_MALFORMED: parts that do not fit one another.
+ * Errors     SMP_ERR_NO_MEMORY; SMP_ERR_MALFORMED: parts do not fit one another.
  */
 #ifndef SMP_COMM_TRANSPORT_UCX_ARRIVALS_H
 #define SMP_COMM_TRANSPORT_UCX_ARRIVALS_H
@@ -22,7 +22,7 @@ typedef struct smp_ucx_arrival smp_ucx_arrival;
 typedef struct {
     const smp_host  *host;  /* borrowed */
     int              rank;  /* the sender */
-    uint64_t         next;  /* number of the message that comes out next */
+    uint64_t         next;  /* number of the next message to come out */
     smp_ucx_arrival *first; /* owned: by their numbers */
     smp_ucx_arrival *last;
 } smp_ucx_arrivals;
@@ -42,7 +42,7 @@ smp_status smp_ucx_arrivals_block(smp_ucx_arrivals *a, uint64_t number, uint64_t
 
 smp_status smp_ucx_arrivals_goodbye(smp_ucx_arrivals *a, uint64_t number);
 
-/* What comes next, if all of it is there. */
+/* The next message, if complete. */
 smp_ucx_next smp_ucx_arrivals_next(smp_ucx_arrivals *a, smp_message **out);
 
 #endif

@@ -21,10 +21,10 @@
 #include "common/fork.h"
 #include "common/log.h"
 
-/* How long the end lets UCX close its connections. */
+/* UCX's time at the end to close its connections. */
 #define CLOSE_NS (1 * SMP_NS_PER_S)
 
-/* The transports between two ranks that are looked at. */
+/* The most transports looked at between two ranks. */
 #define ENTRIES 16
 
 /* --------------------------------------------------------------------------- peers */
@@ -98,7 +98,7 @@ err_destroy:
     return status;
 }
 
-/* The first of a rank's peers over which a trial fails is told of. */
+/* Warns of the first of this rank's peers with a failed trial. */
 static void
 warn(smp_ucx *self, const smp_ucx_peer *p, const char *how)
 {
@@ -154,8 +154,8 @@ init_library(smp_ucx *self, const ucp_config *config)
     return code;
 }
 
-/* What the user's UCX_... variables do not say.  Shared memory is not UCX's business
- * here, and it would take its buffers out of the few segments that System V has. */
+/* The settings without a UCX_... variable of the user's.  Shared memory is not UCX's
+ * business here, and it would take its buffers out of System V's few segments. */
 static ucs_code
 configure(const smp_ucx *self, ucp_config *config, const char *devices)
 {
@@ -170,7 +170,7 @@ configure(const smp_ucx *self, ucp_config *config, const char *devices)
     return code;
 }
 
-/* A worker on the devices that belong to the address at which this rank is met. */
+/* A worker on the devices of this rank's listening address. */
 static smp_status
 open_worker(smp_ucx *self)
 {
@@ -209,7 +209,7 @@ open_worker(smp_ucx *self)
 
 /* ---------------------------------------------------------------------- the meeting */
 
-/* Tells each peer where our worker is and how to speak to it. */
+/* Tells each peer our worker's address and the pass. */
 static smp_status
 introduce(smp_ucx *self)
 {
@@ -376,7 +376,7 @@ attend_all(smp_ucx *self, const smp_deadline *deadline)
     return status == SMP_ERR_TIMED_OUT ? SMP_OK : status;
 }
 
-/* Watches what was met, drops what was not. */
+/* Watches the met ranks, drops the others. */
 static smp_status
 settle(smp_ucx *self, bool *reached, int *failed)
 {
@@ -402,14 +402,14 @@ settle(smp_ucx *self, bool *reached, int *failed)
         reached[r] = true;
         self->npeers++;
     }
-    self->news = true; /* something may have happened to those that were met early */
+    self->news = true; /* there may be news of ranks met early */
     return self->npeers == 0
                ? SMP_OK
                : host->watch(host->comm, self->efd, EPOLLIN, &self->watch);
 }
 
-/* UCX between us and those at the other end of the lifelines.  Where it does not work
- * nobody is reached, and the others hear at once that we hung up. */
+/* UCX between us and the ranks at the other ends of the lifelines.  Without a working
+ * UCX no rank is reached, and the others hear our hang-up at once. */
 static smp_status
 meet_over_ucx(smp_ucx *self, const smp_deadline *deadline)
 {
@@ -447,7 +447,7 @@ smp_ucx_connect(void *arg, const void *const *cards, const size_t *card_bytes,
                                         deadline, take_lifeline, self, reached, failed);
 
     for (int r = 0; r < host->size && status == SMP_OK; r++) {
-        if (self->peers[r] != NULL) { /* half of what is left, for those who came */
+        if (self->peers[r] != NULL) { /* half of the time left, for the ranks present */
             smp_deadline half = smp_deadline_half(deadline);
 
             status = meet_over_ucx(self, &half);
@@ -494,8 +494,8 @@ smp_ucx_close_worker(smp_ucx *self)
     int64_t until = smp_clock_ns() + CLOSE_NS;
     bool    closing = true;
 
-    /* After a loss UCX 1.22 may run into a connection of TCP that it has freed, when it
-     * moves while others are being closed too: what it has not finished ends with it.
+    /* After a loss UCX 1.22 may run into a freed connection of TCP, when it moves while
+     * others are being closed too: its unfinished transfers end with it.
      */
     for (int r = 0; r < self->host->size; r++) {
         const smp_ucx_peer *p = self->peers[r];

@@ -1,4 +1,4 @@
-/* Interfaces by their addresses, and what the kernel says of their hardware. */
+/* Interfaces by their addresses, and their hardware as told by the kernel. */
 #define _GNU_SOURCE
 #include "comm/transport/ucx/devices.h"
 

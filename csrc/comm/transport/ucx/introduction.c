@@ -12,7 +12,7 @@ typedef struct {
     uint32_t magic; /* also shows the byte order */
     uint32_t version;
     uint64_t pass;
-    uint64_t bytes; /* of the address, which follows */
+    uint64_t bytes; /* of the address behind */
 } introduction;
 
 bool

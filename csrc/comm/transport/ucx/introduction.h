@@ -1,8 +1,8 @@
-/* What two ranks must know of each other before they can talk over UCX.
+/* The introduction of two ranks before their first message over UCX.
  *
- * On the lifeline (comm/transport/connecting/lifeline.h) that they share, each side
- * says where its UCX worker is and a random number, the pass, which whatever is sent to
- * it over UCX must bear; UCX itself lets anybody in.
+ * On their lifeline (comm/transport/connecting/lifeline.h), each side tells the address
+ * of its UCX worker and a random number, the pass.  All messages to it over UCX must
+ * bear the pass; UCX itself lets any process in.
  *
  * Threads  one at a time.
  */
@@ -19,8 +19,7 @@
 /* The longest address of a worker. */
 #define SMP_UCX_ADDRESS_BYTES 65536u
 
-/* What the lifeline carries later: that all is well; that everything up to the goodbye
- * has arrived. */
+/* The lifeline's later bytes: all is well; everything up to the goodbye has arrived. */
 #define SMP_UCX_AGREED 'Y'
 #define SMP_UCX_ARRIVED 'A'
 

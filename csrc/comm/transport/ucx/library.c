@@ -21,8 +21,8 @@ static bool     loaded;
 
 static _Thread_local char trouble[512];
 
-/* Where this process has UCX already.  False: it has none.  Caller holds the lock, as
- * for all that follow. */
+/* The path of UCX in this process already.  False: it has none.  Caller holds the lock,
+ * as for all functions below. */
 static bool
 find_loaded(char path[PATH_MAX])
 {

@@ -1,4 +1,4 @@
-/* What the files of this folder share: the transport, and the ranks that it reaches.
+/* The common state of this folder's files: the transport, and its reached ranks.
  *
  * Status  UCX has run over TCP and shared memory, on no InfiniBand or RoCE yet.
  */
@@ -22,7 +22,7 @@ typedef struct smp_ucx          smp_ucx;
 typedef struct smp_ucx_peer     smp_ucx_peer;
 typedef struct smp_ucx_outgoing smp_ucx_outgoing; /* of transfer.c */
 
-/* Where a transfer stands among those under way; its first member. */
+/* A transfer's place among those under way; its first member. */
 typedef struct smp_ucx_link {
     struct smp_ucx_link *next;
     struct smp_ucx_link *previous;
@@ -35,22 +35,22 @@ struct smp_ucx_peer {
     smp_watch watch;
     ucp_ep   *ep;         /* owned; NULL: closed */
     bool      closing;    /* UCX is closing it */
-    uint64_t  their_pass; /* for what we send */
-    uint64_t  our_pass;   /* in what it sends */
+    uint64_t  their_pass; /* in our messages */
+    uint64_t  our_pass;   /* in its messages */
     bool      heard;      /* its hello has come */
     bool      tried_head; /* its patterns have come, and are right */
     bool      tried_block;
-    bool      told;   /* all that has been said to it */
+    bool      told;   /* all has been said to it */
     bool      agreed; /* it has heard ours, and said so */
     bool      met;    /* both */
 
-    const char *distrust; /* a trial failed: how; NULL: none did */
+    const char *distrust; /* the failure of a trial; NULL: none */
 
     /* The progress thread's, once connected. */
     uint64_t         sent;         /* messages */
     bool             gone;         /* nothing more comes or goes */
     bool             ended;        /* the lifeline's other end is closed */
-    smp_status       fault;        /* what UCX or its messages said; SMP_OK: nothing */
+    smp_status       fault;        /* from UCX or its messages; SMP_OK: none */
     bool             said_goodbye; /* it is queued */
     bool             goodbye_came;
     bool             arrived; /* the other side has all up to the goodbye */
@@ -60,12 +60,12 @@ struct smp_ucx_peer {
 struct smp_ucx {
     const smp_host *host;  /* borrowed */
     const smp_ucp  *ucp;   /* the library's */
-    bool            only;  /* comm_interface names what may be used */
+    bool            only;  /* comm_interface names the usable devices */
     bool            named; /* comm_transports asks for it */
     bool            has_warned;
     char            secret[SMP_LIFELINE_SECRET];
     smp_tcp_door    door;
-    ucp_context    *context; /* owned; NULL: nobody is wanted */
+    ucp_context    *context; /* owned; NULL: no rank is wanted */
     ucp_worker     *worker;  /* owned */
     int             efd;     /* the worker's; -1 */
     smp_watch       watch;

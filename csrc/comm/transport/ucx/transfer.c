@@ -22,7 +22,7 @@ struct smp_ucx_outgoing {
     size_t            nblocks;
 };
 
-/* Bytes that UCX is fetching. */
+/* Bytes under fetch by UCX. */
 typedef struct {
     smp_ucx_link  link;
     smp_ucx_peer *from; /* borrowed */
@@ -79,7 +79,7 @@ incoming_free(const smp_host *host, incoming *i)
 
 /* ---------------------------------------------------------------------- receiving */
 
-/* Gives out what is complete. */
+/* Gives out complete messages. */
 static void
 give_out(smp_ucx_peer *p)
 {
@@ -217,7 +217,7 @@ new_incoming(smp_ucx_peer *p, const smp_ucx_am *head, size_t n)
     return i;
 }
 
-/* Lets UCX fetch what it has announced. */
+/* Lets UCX fetch the announced bytes. */
 static void
 fetch(smp_ucx_peer *p, const smp_ucx_am *head, void *announced, size_t n)
 {
@@ -246,7 +246,7 @@ fetch(smp_ucx_peer *p, const smp_ucx_am *head, void *announced, size_t n)
     }
 }
 
-/* A head or a block that came with the active message itself. */
+/* A head or a block inside the active message itself. */
 static void
 copy_in(smp_ucx_peer *p, const smp_ucx_am *head, const void *data, size_t n)
 {
@@ -265,7 +265,7 @@ copy_in(smp_ucx_peer *p, const smp_ucx_am *head, const void *data, size_t n)
     take_in(p, head, data, n, block);
 }
 
-/* Who may say this; NULL: nobody. */
+/* The sender allowed to say this; NULL: none. */
 static smp_ucx_peer *
 sender_of(const smp_ucx *self, const smp_ucx_am *head)
 {
@@ -329,7 +329,7 @@ send_part(smp_ucx_outgoing *o, const smp_ucx_am *head, const void *data, size_t 
     }
 }
 
-/* A message with a body of n bytes, which is not filled, and room for nblocks. */
+/* A message with an unfilled body of n bytes, and room for nblocks. */
 static smp_ucx_outgoing *
 new_outgoing(smp_ucx_peer *to, smp_ucx_am_kind kind, size_t n, size_t nblocks)
 {

@@ -1,10 +1,10 @@
-/* Messages to and from the ranks that are reached over UCX, in their parts.
+/* Messages to and from the ranks reached over UCX, in their parts.
  *
  * Status     UCX has run over TCP and shared memory, on no InfiniBand or RoCE yet.
- * Ownership  What is sent belongs to the transport until UCX has done with it; what
- *            arrives is delivered to the host.
- * Threads    send: any.  The rest: whichever may call UCX, which is the connecting
- *            thread, then the progress thread, then the one that destroys.
+ * Ownership  A sent message belongs to the transport until UCX has done with it; an
+ *            arrived one is delivered to the host.
+ * Threads    send: any.  The rest: the one allowed to call UCX: the connecting thread,
+ *            then the progress thread, then the destroying one.
  */
 #ifndef SMP_COMM_TRANSPORT_UCX_TRANSFER_H
 #define SMP_COMM_TRANSPORT_UCX_TRANSFER_H
@@ -25,12 +25,12 @@ void smp_ucx_blame(smp_ucx_peer *p, smp_status why);
 /* Gives the oldest queued message to UCX.  False: there is none. */
 bool smp_ucx_start_next(smp_ucx *self);
 
-/* At once, hello with the patterns; in its turn, after all that is queued.  False: no
+/* At once, hello with the patterns; in its turn, behind the queue.  False: no
  * memory. */
 bool smp_ucx_say_hello(smp_ucx_peer *p);
 bool smp_ucx_say_goodbye(smp_ucx_peer *p);
 
-/* Frees what has not arrived.  UCX's worker is gone. */
+/* Frees the unfinished arrivals.  UCX's worker is gone. */
 void smp_ucx_transfers_free(smp_ucx *self);
 
 #endif

@@ -1,14 +1,14 @@
-/* The part of UCP that this transport uses: constants, struct layouts and functions of
- * libucp.so.0, so that building needs no UCX.
+/* The part of UCP for this transport: constants, struct layouts and functions of
+ * libucp.so.0, so building needs no UCX.
  *
- * UCX keeps them compatible within that name: a struct begins with a mask that says
- * which of its fields count, and grows only at its end.  tests/core/ucx_abi.c
- * compares all of this with UCX's own headers where it finds them.
+ * UCX keeps them compatible within that name: a struct begins with a mask of its valid
+ * fields, and grows only at its end.  tests/core/ucx_abi.c compares all of this with
+ * UCX's own headers where it finds them.
  *
  * Source: ucp/api/ucp.h, ucp/api/ucp_def.h, ucs/type/status.h and
  * ucs/type/thread_mode.h of UCX 1.22 (https://github.com/openucx/ucx), the interface
- * only; as much of it as 1.13 has.  Copyright (C) NVIDIA CORPORATION & AFFILIATES and
- * others, BSD-3-Clause.
+ * only.  1.13 has all of it.  Copyright (C) NVIDIA CORPORATION & AFFILIATES and others,
+ * BSD-3-Clause.
  */
 #ifndef SMP_COMM_TRANSPORT_UCX_UCP_ABI_H
 #define SMP_COMM_TRANSPORT_UCX_UCP_ABI_H
@@ -17,7 +17,7 @@
 #include <stdint.h>
 #include <sys/socket.h>
 
-/* The oldest version that has everything below. */
+/* The oldest version with everything below. */
 #define SMP_UCP_MAJOR 1
 #define SMP_UCP_MINOR 13
 
@@ -158,7 +158,7 @@ typedef struct {
     int      memory_type;
 } ucp_request_param;
 
-/* What several functions return: NULL when all is done, a request, or a code. */
+/* The result of several functions: NULL when all is done, a request, or a code. */
 typedef void *ucs_code_ptr;
 
 static inline int

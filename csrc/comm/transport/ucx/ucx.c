@@ -1,17 +1,17 @@
 /* The UCX transport: active messages, all of them by the progress thread.
  *
  * A message travels as one active message with the head (sizes of all blocks, the
- * bytes, the small blocks; see arrivals.h) and one more for each larger block, which
- * UCX announces first (rendezvous), so that its bytes go straight into a block of the
+ * bytes, the small blocks; see arrivals.h) and one more for each larger block: UCX
+ * announces it first (rendezvous), and its bytes go straight into a block of the
  * receiver's.  UCX may deliver them in another order.
  *
  * Beside UCX there is a lifeline to each rank (comm/transport/connecting/lifeline.h).
- * A rank is reached when each side has heard the other over UCX.  Who ends says goodbye
- * over UCX and waits until the other says over the lifeline that all before it has
- * arrived: closing a connection of UCX may throw away what is on its way.
+ * A rank is reached when each side has heard the other over UCX.  A rank at its end
+ * says goodbye over UCX and waits until the other confirms all earlier messages over
+ * the lifeline: closing a connection of UCX may throw away messages on their way.
  *
- * The progress thread sleeps on the worker's descriptor.  UCX has threads of its own,
- * which see to new connections.
+ * The progress thread sleeps on the worker's descriptor.  UCX has threads of its own
+ * for new connections.
  */
 #include <stdlib.h>
 #include <sys/socket.h>
@@ -29,8 +29,8 @@
 /* Rounds of progress() before it returns to the loop. */
 #define ROUNDS 64
 
-/* Messages given to UCX in one round: a thread that does nothing but send must not keep
- * us from what comes in. */
+/* Messages given to UCX in one round: a thread with nothing but sends must not keep us
+ * from arrivals. */
 #define STARTS 16
 
 /* ----------------------------------------------------------------- progress thread */
@@ -46,8 +46,8 @@ peer_gone(smp_ucx_peer *p)
     smp_ucx_close_connection(p);
 }
 
-/* Draws the conclusions from a peer's flags.  Its goodbye first: who has said it closes
- * its connections. */
+/* Draws the conclusions from a peer's flags.  Its goodbye first: after it the peer
+ * closes its connections. */
 static void
 see_to(smp_ucx_peer *p)
 {
@@ -64,7 +64,7 @@ see_to(smp_ucx_peer *p)
         host->ended(host->comm, p->rank,
                     p->fault != SMP_OK ? p->fault : SMP_ERR_PEER_LOST);
         peer_gone(p);
-        shutdown(p->fd, SHUT_RDWR); /* so that it knows too */
+        shutdown(p->fd, SHUT_RDWR); /* tells the rank, too */
     }
 }
 
@@ -76,7 +76,7 @@ worker_ready(void *arg, uint32_t events)
     (void)events;
 }
 
-/* One round: what is to be sent, what has come, what follows.  False: nothing. */
+/* One round: sends, arrivals, conclusions.  False: nothing to do. */
 static bool
 move(smp_ucx *self)
 {
@@ -170,8 +170,8 @@ ucx_destroy(void *arg)
     free(self);
 }
 
-/* SMP_ERR_SYSTEM, as without the library: nobody asked for UCX by name, and this host
- * has no device for which it is worth while. */
+/* SMP_ERR_SYSTEM, as without the library: UCX is not asked for by name, and this host
+ * has no device worth it. */
 static smp_status
 ucx_create(const smp_host *host, void **out, const void **card, size_t *card_bytes)
 {

@@ -1,10 +1,10 @@
-/* What the progress thread sleeps on: descriptors, a kick, a time.
+/* The progress thread's sleep: on descriptors, a kick, a time.
  *
  * Threads  kick: any, also other processes through kick_fd.  watch, unwatch: before
  *          the thread starts, or on it.  wait: the progress thread.
  */
-#ifndef SMP_COMM_LOOP_H
-#define SMP_COMM_LOOP_H
+#ifndef SMP_COMM_MESSAGING_LOOP_H
+#define SMP_COMM_MESSAGING_LOOP_H
 
 #include <stdint.h>
 
@@ -27,8 +27,8 @@ void smp_loop_kick(smp_loop *loop);
 smp_status smp_loop_watch(smp_loop *loop, int fd, uint32_t events, smp_watch *watch);
 void       smp_loop_unwatch(smp_loop *loop, int fd);
 
-/* Waits for a kick or a descriptor, at most wait_ns (-1: no limit), then runs what is
- * ready. */
+/* Waits for a kick or a descriptor, at most wait_ns (-1: no limit), then runs the ready
+ * ones. */
 void smp_loop_wait(smp_loop *loop, int64_t wait_ns);
 
 #endif

@@ -1,6 +1,6 @@
-/* What a comm is made of: for comm.c and messages.c alone. */
-#ifndef SMP_COMM_COMM_STATE_H
-#define SMP_COMM_COMM_STATE_H
+/* The state of a comm, for comm.c and messages.c alone. */
+#ifndef SMP_COMM_MESSAGING_COMM_STATE_H
+#define SMP_COMM_MESSAGING_COMM_STATE_H
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -8,18 +8,18 @@
 #include <stdint.h>
 
 #include "comm/device/port.h"
-#include "comm/endpoints.h"
-#include "comm/inbox.h"
-#include "comm/loop.h"
 #include "comm/memory/arena.h"
 #include "comm/memory/segment.h"
-#include "comm/peers.h"
-#include "comm/post.h"
+#include "comm/messaging/endpoints.h"
+#include "comm/messaging/inbox.h"
+#include "comm/messaging/loop.h"
+#include "comm/messaging/peers.h"
+#include "comm/messaging/post.h"
 #include "comm/transport/card.h"
 #include "comm/transport/transport.h"
 #include "common/fork.h"
 
-/* What was sent to a rank. */
+/* The counts of one rank's messages. */
 typedef struct {
     _Atomic uint64_t messages;
     _Atomic uint64_t bytes;
@@ -31,7 +31,7 @@ struct smp_comm {
     int             *names; /* owned: [size] */
     int              spin_us;
     char             job[64];
-    uint32_t         generation; /* smp_fork_generation() of the process that made it */
+    uint32_t         generation; /* smp_fork_generation() of its own process */
     smp_segment     *segment;    /* owned: one reference */
     smp_arena       *arena;      /* owned */
     smp_device_port *device;     /* owned */
@@ -43,15 +43,16 @@ struct smp_comm {
     smp_endpoint **routes; /* owned: [size] of borrowed; set by connect, like all up to
                               thread */
     bool      spins;       /* a waiter may keep its core between two looks */
-    int64_t   look_ns;     /* how long it looks before it sleeps */
+    int64_t   look_ns;     /* the time of its look before its sleep */
     bool      polls;       /* a route's transport does */
     bool      started;     /* the thread runs */
     pthread_t thread;
 
     smp_peers    peers;
-    _Atomic bool woken;       /* smp_comm_wake() */
-    _Atomic bool stopping;    /* the progress thread is to finish */
-    _Atomic bool pages_asked; /* it has been told that the arena wants pages */
+    _Atomic bool woken;    /* smp_comm_wake() */
+    _Atomic bool stopping; /* the progress thread is to finish */
+    _Atomic bool
+        pages_asked; /* the progress thread has been asked for the arena's pages */
 
     int64_t moved_ns; /* progress thread: when a transport moved something */
 

@@ -6,11 +6,11 @@
 #include <sched.h>
 #include <stdatomic.h>
 
-#include "comm/comm.h"
-#include "comm/comm_state.h"
 #include "comm/memory/block.h"
 #include "comm/memory/doorbell.h"
 #include "comm/memory/message.h"
+#include "comm/messaging/comm.h"
+#include "comm/messaging/comm_state.h"
 #include "common/clock.h"
 #include "common/jitter.h"
 #include "common/spin.h"
@@ -69,7 +69,7 @@ smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
         const smp_endpoint *route = comm->routes[dest];
 
         for (size_t i = 0; i < nblocks; i++) {
-            /* A device pool is for those who have this rank's segment. */
+            /* A device pool is for ranks with this rank's segment. */
             assert(blocks[i]->data != NULL || route->ops->neighbour != NULL);
             total += blocks[i]->bytes;
         }
@@ -93,7 +93,7 @@ smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
 static smp_status
 look(smp_comm *comm, smp_message **out)
 {
-    /* Read before the queues: what an ended peer sent is in them by then. */
+    /* Read before the queues: an ended peer's messages are in them by then. */
     bool       alone = smp_peers_all_closed(&comm->peers);
     smp_status fault = smp_peers_fault(&comm->peers);
 

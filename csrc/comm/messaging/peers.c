@@ -1,5 +1,5 @@
 /* Their states, and the first fault as one value. */
-#include "comm/peers.h"
+#include "comm/messaging/peers.h"
 
 #include <stdlib.h>
 
@@ -40,7 +40,7 @@ smp_peers_close(smp_peers *peers, int rank, smp_status why, const char *over)
         return;
     }
     if (why == SMP_ERR_PEER_LOST) {
-        atomic_store(&someone_died, true); /* before anybody can be told */
+        atomic_store(&someone_died, true); /* before any thread can be told */
     }
     if (to == SMP_PEER_LOST) {
         atomic_compare_exchange_strong(&peers->fault, &none,
@@ -49,7 +49,7 @@ smp_peers_close(smp_peers *peers, int rank, smp_status why, const char *over)
                 smp_status_text(why));
     }
     smp_jitter();
-    /* Last: who sees that nobody is left sees why. */
+    /* Last: a thread that sees no rank left also sees the reason. */
     atomic_fetch_sub(&peers->open, 1);
 }
 

@@ -1,5 +1,5 @@
 /* A list under a lock, and its length outside. */
-#include "comm/inbox.h"
+#include "comm/messaging/inbox.h"
 
 #include "common/jitter.h"
 

@@ -1,11 +1,11 @@
-/* A comm: what it does for its transports, its progress thread, its beginning and end.
+/* A comm: the host of its transports, its progress thread, its beginning and end.
  *
- * The receiving thread (comm/messages.c) looks at the rings itself and sleeps on the
- * segment's doorbell.  The progress thread does everything else; it rings the same
- * doorbell.
+ * The receiving thread (comm/messaging/messages.c) looks at the rings itself and sleeps
+ * on the segment's doorbell.  The progress thread does everything else; it rings the
+ * same doorbell.
  */
 #define _GNU_SOURCE
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -13,30 +13,31 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "comm/comm_state.h"
 #include "comm/memory/block.h"
 #include "comm/memory/doorbell.h"
-#include "comm/neighbour.h"
+#include "comm/messaging/comm_state.h"
+#include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/jitter.h"
 #include "common/log.h"
 #include "common/thread.h"
 
-/* How long a waiter looks before it sleeps, when it decides by itself.  Several times a
- * sleep and a wake-up (100 us on virtual machines): with less, ranks that have slept
- * once find each other asleep for ever. */
+/* The time of a waiter's look before its sleep, by default.  Several times a sleep and
+ * a wake-up (100 us on virtual machines): with less, ranks find each other asleep for
+ * ever after the first sleep. */
 #define LOOK_US 1000
 
-/* The progress thread looks at what has no descriptor (forked children that have
- * ended) this often, and more often while something waits for one. */
+/* The progress thread looks for events without a descriptor (the end of forked
+ * children) this often, and more often while a block waits for one. */
 #define IDLE_NS (1 * SMP_NS_PER_S)
 #define SWEEP_NS (20 * SMP_NS_PER_MS)
 
-/* How long destroy waits while nothing moves, and how often it looks. */
+/* The time of destroy's wait without a transfer's move, and the interval of its
+ * looks. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
 #define FINISH_STEP_NS (1 * SMP_NS_PER_MS)
 
-/* --------------------------------------------------- what a comm does as a host */
+/* --------------------------------------------------- a comm as a host */
 
 static void
 host_arrived(smp_comm *comm)
@@ -53,7 +54,7 @@ host_kick(smp_comm *comm)
 static void
 host_ended(smp_comm *comm, int rank, smp_status why)
 {
-    /* Who has heard our goodbye closes without one of its own. */
+    /* After our goodbye a peer closes without one of its own. */
     if (why == SMP_ERR_PEER_LOST && atomic_load(&comm->stopping)) {
         why = SMP_ERR_CLOSED;
     }
@@ -130,7 +131,7 @@ host_unwatch(smp_comm *comm, int fd)
 
 /* --------------------------------------------------------- the progress thread */
 
-/* What is to be done now; how long to wait then. */
+/* Does the present work, and returns the time to wait then. */
 static int64_t
 progress(smp_comm *comm)
 {
@@ -293,15 +294,15 @@ smp_comm_card(const smp_comm *comm, size_t *bytes)
 }
 
 /* Spinning pays only where each rank of this machine has a core for itself, and needs
- * only that one: the waiter would keep the one from working for whom it waits, its own
- * progress thread too (TCP, two ranks on two cores: 64 B there and back in 49 us, with
- * yields in 12). */
+ * only that one: a waiter would keep the awaited rank from working, or its own progress
+ * thread (TCP, two ranks on two cores: 64 B there and back in 49 us, with yields in
+ * 12). */
 static void
 decide_how_to_wait(smp_comm *comm, const void *const *cards)
 {
     uint64_t cores[SMP_CARD_CORES / 64] = {0};
     int      ncores = 0;
-    int      busy = 0;          /* threads that may want a core */
+    int      busy = 0;          /* threads in need of a core */
     bool     delivered = false; /* a route's messages come from the progress thread */
 
     for (int r = 0; r < comm->size; r++) {
@@ -365,16 +366,16 @@ smp_comm_destroy(smp_comm *comm)
     if (comm == NULL || smp_comm_is_child(comm)) {
         return;
     }
-    if (comm->started) { /* 1. send what is queued, say goodbye */
+    if (comm->started) { /* 1. send the queue, say goodbye */
         atomic_store(&comm->stopping, true);
         smp_loop_kick(&comm->loop);
         pthread_join(comm->thread, NULL);
     } else if (atomic_load(&comm->peers.open) != 0) {
         finish_all(comm); /* they must not take us for dead */
     }
-    smp_device_port_destroy(comm->device);   /* 2. end what the device does */
-    smp_endpoints_destroy(&comm->endpoints); /* 3. close what leads to the peers */
-    smp_inbox_fini(&comm->inbox);            /* 4. nobody else sees the rest now */
+    smp_device_port_destroy(comm->device);   /* 2. end the device's work */
+    smp_endpoints_destroy(&comm->endpoints); /* 3. close the ways to the peers */
+    smp_inbox_fini(&comm->inbox);            /* 4. no other thread sees the rest now */
     smp_post_fini(&comm->post);
     smp_arena_destroy(comm->arena);
     smp_segment_unref(comm->segment);

@@ -1,5 +1,5 @@
-/* Channels, and unexpected messages: those that came before theirs was open. */
-#include "comm/post.h"
+/* Channels, and unexpected messages: those from before their channel's opening. */
+#include "comm/messaging/post.h"
 
 #include <string.h>
 
@@ -21,7 +21,7 @@ takes(const smp_channel *channel, const smp_post_head *head)
            (head->nonce == 0 ? channel->is_open : channel->nonce == head->nonce);
 }
 
-/* The lock is held.  The count comes last: whoever sees it finds the message. */
+/* The lock is held.  The count comes last: a thread that sees it finds the message. */
 static void
 put_into(smp_channel *channel, smp_message *message)
 {

@@ -1,6 +1,6 @@
 /* An epoll set with an eventfd in it. */
 #define _GNU_SOURCE
-#include "comm/loop.h"
+#include "comm/messaging/loop.h"
 
 #include <errno.h>
 #include <poll.h>

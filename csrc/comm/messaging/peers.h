@@ -1,9 +1,9 @@
-/* What has become of the other ranks: who is there, has left, or is lost.
+/* The states of the other ranks: present, ended in order, or lost.
  *
- * Threads  any; init, fini and open: one, while no other is there.
+ * Threads  any; init, fini and open: one, without any other.
  */
-#ifndef SMP_COMM_PEERS_H
-#define SMP_COMM_PEERS_H
+#ifndef SMP_COMM_MESSAGING_PEERS_H
+#define SMP_COMM_MESSAGING_PEERS_H
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -22,11 +22,11 @@ typedef enum {
 typedef struct {
     int              size;
     _Atomic uint8_t *states; /* owned: [size] of smp_peer_state */
-    _Atomic int      open;   /* how many are SMP_PEER_OPEN */
+    _Atomic int      open;   /* the number of those SMP_PEER_OPEN */
     _Atomic uint64_t fault;  /* the first lost rank and why; 0: none is */
 } smp_peers;
 
-/* SMP_ERR_NO_MEMORY.  fini takes one that is all zero. */
+/* SMP_ERR_NO_MEMORY.  fini takes an all-zero one. */
 smp_status smp_peers_init(smp_peers *peers, int size);
 void       smp_peers_fini(smp_peers *peers);
 
@@ -49,10 +49,10 @@ smp_peers_all_closed(const smp_peers *peers)
     return atomic_load(&peers->open) == 0 && peers->size > 1;
 }
 
-/* Why the first lost rank is so; SMP_OK: none is. */
+/* The reason of the first lost rank; SMP_OK: none is. */
 smp_status smp_peers_fault(const smp_peers *peers);
 
-/* The first that is lost, or -1. */
+/* The first lost one, or -1. */
 int smp_peers_lost(const smp_peers *peers);
 
 /* As smp_comm_someone_died(). */

@@ -1,5 +1,6 @@
-/* Which transports, whom each reaches, and what the progress thread asks of all. */
-#include "comm/endpoints.h"
+/* The choice of transports, the ranks reached by each, and their work on the progress
+ * thread. */
+#include "comm/messaging/endpoints.h"
 
 #include <assert.h>
 #include <stdlib.h>
@@ -27,7 +28,7 @@ add(smp_endpoints *endpoints, const smp_host *host, const smp_transport *ops,
     return smp_card_add(card, ops->name, section, bytes) ? SMP_OK : SMP_ERR_INVALID;
 }
 
-/* Those that the user named, in that order: each must be there. */
+/* The transports named by the user, in that order: each must exist. */
 static smp_status
 add_named(smp_endpoints *endpoints, const smp_host *host, const char *names,
           smp_card *card)
@@ -67,8 +68,7 @@ is_left_out(const char *names, const char *name)
     return false;
 }
 
-/* All that are registered, but those left out; one that cannot work here is passed
- * over. */
+/* All registered ones but those left out; one unable to work here is passed over. */
 static smp_status
 add_registered(smp_endpoints *endpoints, const smp_host *host, const char *left_out,
                smp_card *card)
@@ -105,7 +105,7 @@ smp_endpoints_create(smp_endpoints *endpoints, smp_host *host, const char *names
                : add_registered(endpoints, host, names != NULL ? names : "", card);
 }
 
-/* Connects by one transport to those ranks that have no route yet; lost: but this one.
+/* Connects by one transport to the ranks without a route; lost: but this one.
  */
 static smp_status
 connect_by(smp_endpoint *e, const smp_host *host, const void *const *cards,
@@ -146,7 +146,7 @@ out:
     return status;
 }
 
-/* Says what the ranks are reached by. */
+/* Logs the ranks' transports. */
 static void
 log_routes(const smp_endpoints *endpoints, int size, smp_endpoint *const *routes)
 {

@@ -1,28 +1,28 @@
-/* How large the pool of a comm may become. */
+/* The size limit of a comm's pool. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "comm/comm.h"
+#include "comm/messaging/comm.h"
 
-/* The pool's limit is this part of the machine's memory, if nobody says otherwise;
- * and this where that is not known. */
+/* The pool's default limit: this part of the machine's memory, and this for an unknown
+ * memory. */
 #define POOL_MEMORY_SHARE 4
 #define DEFAULT_POOL_BYTES ((size_t)256 << 20)
 
-/* All pools that a comm maps take at most this part of an address space that is
- * limited: the process has several comms, and more to map than them. */
+/* All pools of a comm take at most this part of a limited address space: the process
+ * has several comms, and more to map. */
 #define POOL_ADDRESS_SHARE 8
 #define LEAST_POOL_BYTES ((size_t)1 << 20)
 
-/* What this process may still map (ulimit -v); SIZE_MAX: no limit. */
+/* The bytes this process may still map (ulimit -v); SIZE_MAX: no limit. */
 static size_t
 address_space_left(void)
 {
     struct rlimit limit;
-    char          statm[64]; /* begins with the pages that are mapped */
+    char          statm[64]; /* begins with the number of mapped pages */
     FILE         *file;
     size_t        mapped = 0;
 

@@ -1,10 +1,10 @@
-/* Messages that the progress thread has received, for the receiving thread.
+/* Messages from the progress thread, for the receiving thread.
  *
  * Ownership  put takes a message, get gives it.
  * Threads    put: any.  get: the receiving thread.
  */
-#ifndef SMP_COMM_INBOX_H
-#define SMP_COMM_INBOX_H
+#ifndef SMP_COMM_MESSAGING_INBOX_H
+#define SMP_COMM_MESSAGING_INBOX_H
 
 #include <stdatomic.h>
 #include <stddef.h>
@@ -13,17 +13,17 @@
 #include "common/lock.h"
 
 typedef struct {
-    _Atomic size_t   count;    /* so that an empty one costs a load */
+    _Atomic size_t   count;    /* an empty inbox costs a load */
     smp_lock         lock;     /* guards messages */
     smp_message_list messages; /* owned */
 } smp_inbox;
 
 void smp_inbox_init(smp_inbox *inbox);
 
-/* Frees what is left in it. */
+/* Frees the messages left in it. */
 void smp_inbox_fini(smp_inbox *inbox);
 
-/* The count is seq_cst, so that a doorbell may be rung after it. */
+/* The count is seq_cst: a doorbell may be rung after it. */
 void smp_inbox_put(smp_inbox *inbox, smp_message *message);
 
 /* The oldest message, or NULL. */

@@ -1,16 +1,16 @@
-/* Messages that do not go to smp_comm_receive(), but to whoever has opened a channel
- * for them: those of groups, which are waited for by several threads at once.
+/* Messages beside smp_comm_receive(), for the owner of an open channel: groups'
+ * messages, with several threads waiting at once.
  *
- * Such a message begins with an smp_post_head.  One without nonce waits until a channel
- * with its address is open; one with a nonce is for that channel alone, and what comes
- * when it is closed again is dropped.
+ * Such a message begins with an smp_post_head.  A message without nonce waits until a
+ * channel with its address is open.  One with a nonce is for that channel alone, and is
+ * dropped after the channel's close.
  *
  * Ownership  put takes a message, get gives it.  A channel is its owner's memory, from
  *            open until close.
  * Threads    put: any.  The rest: the channel's owner.
  */
-#ifndef SMP_COMM_POST_H
-#define SMP_COMM_POST_H
+#ifndef SMP_COMM_MESSAGING_POST_H
+#define SMP_COMM_MESSAGING_POST_H
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -38,7 +38,7 @@ typedef struct smp_channel {
     bool           is_open;  /* to messages without a nonce; the post's own, as below */
     smp_doorbell  *doorbell; /* borrowed: rung when something comes, or NULL */
     smp_message_list messages; /* owned */
-    smp_message *kept; /* what its owner took and will look at later, linked by next; it
+    smp_message *kept; /* taken by the owner for a later look, linked by next; the owner
                           alone changes them, under the lock */
     struct smp_channel *next;
 } smp_channel;
@@ -46,45 +46,46 @@ typedef struct smp_channel {
 typedef struct {
     smp_lock         lock; /* guards all below, and the channels */
     smp_channel     *channels;
-    smp_message_list unexpected; /* owned: for channels that are not open yet */
+    smp_message_list unexpected; /* owned: for channels yet to be opened */
 } smp_post;
 
 void smp_post_init(smp_post *post);
 
-/* All channels are closed.  Frees what is left. */
+/* All channels are closed.  Frees the messages left. */
 void smp_post_fini(smp_post *post);
 
 /* Whether a message is for a channel. */
 bool smp_post_is(const smp_message *message);
 
-/* Takes a message that is. */
+/* Takes such a message. */
 void smp_post_put(smp_post *post, smp_message *message);
 
-/* Takes back a message without nonce that turned out to be for the next channel with
- * its address. */
+/* Takes back a message without nonce, found to be for the next channel with its
+ * address. */
 void smp_post_keep(smp_post *post, smp_message *message);
 
 /* Opens a channel to all; unexpected messages for it are in it. */
 void smp_channel_open(smp_post *post, smp_channel *channel);
 
-/* From now on only what has its nonce goes in. */
+/* From now on only messages with its nonce go in. */
 void smp_channel_narrow(smp_post *post, smp_channel *channel);
 
-/* What it is called from now on: borrowed, or NULL.  Nobody reads the name before. */
+/* The channel's name from now on: borrowed, or NULL.  No thread reads the name
+ * before. */
 void smp_channel_set_name(smp_post *post, smp_channel *channel, const char *name);
 
-/* What is to be rung from now on; NULL: nothing. */
+/* The doorbell to ring from now on; NULL: none. */
 void smp_channel_set_doorbell(smp_post *post, smp_channel *channel,
                               smp_doorbell *doorbell);
 
-/* Shows what has come into other channels and nobody has looked at, until `look` says
- * true: true, it has.  The post is locked meanwhile. */
+/* Shows the messages in other channels before their owners' look, until `look` says
+ * true: then true.  The post is locked meanwhile. */
 bool smp_post_elsewhere(smp_post *post, const smp_channel *here,
                         bool (*look)(void *arg, const char *name,
                                      const smp_message *message),
                         void *arg);
 
-/* Frees what is left in it. */
+/* Frees the messages left in it. */
 void smp_channel_close(smp_post *post, smp_channel *channel);
 
 /* The oldest message, or NULL. */
