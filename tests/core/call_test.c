@@ -58,40 +58,42 @@ range_is(smp_range got, size_t from, size_t to, size_t count)
 
 TEST(ranges_go_where_the_operation_says)
 {
-    smp_call call = call_of(SMP_ALL_REDUCE);
+    static const struct {
+        smp_operation operation;
+        bool          uneven;
+        int           of, from, to; /* member, sender, receiver */
+        smp_range     want;
+    } rows[] = {
+        {SMP_ALL_REDUCE, false, 0, 2, 1, {0, 0, 10}},
+        {SMP_REDUCE, false, 0, 2, 1, {0, 0, 10}},
+        {SMP_REDUCE, false, 0, 1, 2, {0, 0, 0}},
+        {SMP_REDUCE_SCATTER, false, 0, 1, 2, {20, 0, 10}},
+        {SMP_ALL_GATHER, false, 0, 2, 1, {0, 20, 10}},
+        {SMP_BROADCAST, false, 0, 1, 2, {0, 0, 10}},
+        {SMP_BROADCAST, false, 0, 2, 1, {0, 0, 0}},
+        {SMP_GATHER, false, 0, 2, 1, {0, 20, 10}},
+        {SMP_GATHER, false, 0, 1, 2, {0, 0, 0}},
+        {SMP_SCATTER, false, 0, 1, 2, {20, 0, 10}},
+        {SMP_SCATTER, false, 0, 2, 1, {0, 0, 0}},
+        {SMP_ALL_TO_ALL, false, 2, 2, 1, {10, 0, 10}},
+        {SMP_ALL_TO_ALL, false, 1, 2, 1, {10, 20, 10}},
+        {SMP_BARRIER, false, 0, 1, 2, {0, 0, 0}},
+        {SMP_REDUCE_SCATTER, true, 0, 1, 2, {4, 0, 7}},
+        {SMP_ALL_GATHER, true, 0, 2, 1, {0, 4, 7}},
+        {SMP_ALL_TO_ALL, true, 0, 0, 2, {4, 0, 7}},
+        {SMP_ALL_TO_ALL, true, 0, 2, 0, {0, 11, 1}},
+    };
 
-    range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 10);
-    call.operation = SMP_REDUCE;
-    range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 10);
-    range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 0);
-    call.operation = SMP_REDUCE_SCATTER;
-    range_is(smp_call_range(&call, 0, 1, 2), 20, 0, 10);
-    call.operation = SMP_ALL_GATHER;
-    range_is(smp_call_range(&call, 0, 2, 1), 0, 20, 10);
-    call.operation = SMP_BROADCAST;
-    range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 10);
-    range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 0);
-    call.operation = SMP_GATHER;
-    range_is(smp_call_range(&call, 0, 2, 1), 0, 20, 10);
-    range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 0);
-    call.operation = SMP_SCATTER;
-    range_is(smp_call_range(&call, 0, 1, 2), 20, 0, 10);
-    range_is(smp_call_range(&call, 0, 2, 1), 0, 0, 0);
-    call.operation = SMP_ALL_TO_ALL;
-    range_is(smp_call_range(&call, 2, 2, 1), 10, 0, 10);
-    range_is(smp_call_range(&call, 1, 2, 1), 10, 20, 10);
-    call.operation = SMP_BARRIER;
-    range_is(smp_call_range(&call, 0, 1, 2), 0, 0, 0);
+    for (size_t i = 0; i < COUNT_OF(rows); i++) {
+        smp_call call = call_of(rows[i].operation);
 
-    call.counts = splits;
-    call.operation = SMP_REDUCE_SCATTER;
-    range_is(smp_call_range(&call, 0, 1, 2), 4, 0, 7);
-    call.operation = SMP_ALL_GATHER;
-    range_is(smp_call_range(&call, 0, 2, 1), 0, 4, 7);
-    call.operation = SMP_ALL_TO_ALL;
-    call.out_counts = outs;
-    range_is(smp_call_range(&call, 0, 0, 2), 4, 0, 7);
-    range_is(smp_call_range(&call, 0, 2, 0), 0, 11, 1);
+        if (rows[i].uneven) {
+            call.counts = splits;
+            call.out_counts = rows[i].operation == SMP_ALL_TO_ALL ? outs : NULL;
+        }
+        range_is(smp_call_range(&call, rows[i].of, rows[i].from, rows[i].to),
+                 rows[i].want.from, rows[i].want.to, rows[i].want.count);
+    }
 }
 
 TEST(a_window_of_a_range_ends_with_it)
@@ -129,6 +131,11 @@ makes_sense(smp_call call)
     return smp_call_copy(&call, MEMBERS, &copy);
 }
 
+/* Whether a call of operation o makes sense with a change; with that and another one.
+ */
+#define WITH(...) (call = call_of(o), __VA_ARGS__, makes_sense(call))
+#define AND(...) (__VA_ARGS__, makes_sense(call))
+
 TEST(a_call_that_makes_no_sense_is_not_copied)
 {
     static const size_t      too_many[MEMBERS] = {1, SIZE_MAX / 8, 1};
@@ -150,62 +157,36 @@ TEST(a_call_that_makes_no_sense_is_not_copied)
         CHECK(makes_sense(call));
         CHECK(smp_operation_has_root(o) == has_root);
         CHECK(smp_operation_reduces(o) == reduces);
-        call.root = MEMBERS - 1;
-        CHECK(makes_sense(call));
-        call.root = MEMBERS;
-        CHECK(makes_sense(call) == !has_root);
-        call.root = -1;
-        CHECK(makes_sense(call) == !has_root);
-        call = call_of(o);
-        call.reduction = SMP_BXOR; /* of floats */
-        CHECK(makes_sense(call) == !reduces);
-        call.reduction = SMP_REDUCTIONS;
-        CHECK(makes_sense(call) == !reduces);
-        call = call_of(o);
+        CHECK(AND(call.root = MEMBERS - 1));
+        CHECK(AND(call.root = MEMBERS) == !has_root);
+        CHECK(AND(call.root = -1) == !has_root);
+        CHECK(WITH(call.reduction = SMP_BXOR) == !reduces); /* of floats */
+        CHECK(AND(call.reduction = SMP_REDUCTIONS) == !reduces);
+        CHECK(WITH(call.counts = splits) == uneven);
+        CHECK(!AND(call.counts = too_many));
         call.counts = splits;
-        CHECK(makes_sense(call) == uneven);
-        call.counts = too_many;
-        CHECK(!makes_sense(call));
-        call.counts = splits;
-        call.out_counts = outs;
-        CHECK(makes_sense(call) == (o == SMP_ALL_TO_ALL));
-        call.out_counts = too_many;
-        CHECK(!makes_sense(call));
+        CHECK(AND(call.out_counts = outs) == (o == SMP_ALL_TO_ALL));
+        CHECK(!AND(call.out_counts = too_many));
         call = call_of(o);
         call.out_counts = outs; /* without counts they are of no use */
         CHECK(smp_call_copy(&call, MEMBERS, &copy) && copy.out_counts == NULL);
-        call = call_of(o);
-        call.hints.sparse = 1;
-        CHECK(makes_sense(call) == is_gather);
-        call = call_of(o);
-        call.hints.assumed = 1;
-        CHECK(makes_sense(call) == is_gather);
-        call = call_of(o);
-        call.gather = gather;
-        CHECK(makes_sense(call) == is_gather);
-        call = call_of(o);
-        call.offer = offer;
-        CHECK(makes_sense(call) == is_gather);
+        CHECK(WITH(call.hints.sparse = 1) == is_gather);
+        CHECK(WITH(call.hints.assumed = 1) == is_gather);
+        CHECK(WITH(call.gather = gather) == is_gather);
+        CHECK(WITH(call.offer = offer) == is_gather);
         call = call_of(o);
         call.in_rows = 5;
         CHECK(smp_call_has_columns(&call));
         CHECK(makes_sense(call) == (o == SMP_REDUCE_SCATTER || o == SMP_ALL_TO_ALL));
-        call.in_rows = 3; /* do not divide 10 */
-        CHECK(!makes_sense(call));
+        CHECK(!AND(call.in_rows = 3)); /* which do not divide 10 */
         call = call_of(o);
         call.out_rows = 5;
         CHECK(smp_call_has_columns(&call));
         CHECK(makes_sense(call) == (o == SMP_ALL_GATHER || o == SMP_ALL_TO_ALL));
-        call.out_rows = 3;
-        CHECK(!makes_sense(call));
-        call = call_of(o);
-        call.dtype = SMP_DTYPES;
-        CHECK(!makes_sense(call));
-        call = call_of(o);
-        call.count = SIZE_MAX / 16 / MEMBERS;
-        CHECK(makes_sense(call));
-        call.count++;
-        CHECK(!makes_sense(call));
+        CHECK(!AND(call.out_rows = 3));
+        CHECK(!WITH(call.dtype = SMP_DTYPES));
+        CHECK(WITH(call.count = SIZE_MAX / 16 / MEMBERS));
+        CHECK(!AND(call.count++));
     }
     call = call_of(SMP_ALL_TO_ALL);
     call.counts = rows;
@@ -243,39 +224,34 @@ is_said(smp_call call, const char *want)
     reads(&again, want);
 }
 
+#define SAYS(of, words, ...)                                                           \
+    call = call_of(of);                                                                \
+    __VA_ARGS__;                                                                       \
+    is_said(call, words)
+
 TEST(a_notice_reads_as_the_call)
 {
-    smp_call call = call_of(SMP_ALL_REDUCE);
+    const smp_device_gather *gather = (const smp_device_gather *)(const void *)splits;
+    const smp_device_offer  *offer = (const smp_device_offer *)(const void *)splits;
+    smp_call                 call;
 
-    call.reduction = SMP_PREMUL_SUM;
-    is_said(call, "all-reduce 9 (premultiplied sum) of 10 float32");
-    call.operation = SMP_REDUCE;
-    call.reduction = SMP_AVG;
-    is_said(call, "reduce 9 (avg) of 10 float32 with root 1");
-    call.operation = SMP_BARRIER;
-    is_said(call, "barrier 9");
-    call.operation = SMP_SCATTER;
-    call.kind = smp_kind_of(SMP_DL_COMPLEX, 64, 1);
-    is_said(call, "scatter 9 of 5 complex64 with root 1");
-    call = call_of(SMP_ALL_TO_ALL);
-    call.in_rows = 5;
-    is_said(call, "all-to-all 9 of 10 float32 in columns");
-    call.in_rows = 0;
-    call.counts = splits;
-    call.out_counts = outs;
-    is_said(call, "all-to-all 9 of float32 with split sizes");
-    call = call_of(SMP_ALL_GATHER);
-    call.hints.assumed = 77;
-    is_said(call, "all-gather 9 of float32 with assumed sizes");
-    call.hints.assumed = 0;
-    call.gather = (const smp_device_gather *)(const void *)splits;
-    is_said(call, "all-gather 9 of 10 float32 on a device");
-    call.gather = NULL;
-    call.offer = (const smp_device_offer *)(const void *)splits;
-    is_said(call, "all-gather 9 of 10 float32 on a device for the first time");
-    call.offer = NULL;
-    call.hints.sparse = 2;
-    is_said(call, "sparse all-reduce 8 (sum)");
+    SAYS(SMP_ALL_REDUCE, "all-reduce 9 (premultiplied sum) of 10 float32",
+         call.reduction = SMP_PREMUL_SUM);
+    SAYS(SMP_REDUCE, "reduce 9 (avg) of 10 float32 with root 1",
+         call.reduction = SMP_AVG);
+    SAYS(SMP_BARRIER, "barrier 9", call.reduction = SMP_AVG);
+    SAYS(SMP_SCATTER, "scatter 9 of 5 complex64 with root 1",
+         call.kind = smp_kind_of(SMP_DL_COMPLEX, 64, 1));
+    SAYS(SMP_ALL_TO_ALL, "all-to-all 9 of 10 float32 in columns", call.in_rows = 5);
+    SAYS(SMP_ALL_TO_ALL, "all-to-all 9 of float32 with split sizes",
+         call.counts = splits, call.out_counts = outs);
+    SAYS(SMP_ALL_GATHER, "all-gather 9 of float32 with assumed sizes",
+         call.hints.assumed = 77);
+    SAYS(SMP_ALL_GATHER, "all-gather 9 of 10 float32 on a device",
+         call.gather = gather);
+    SAYS(SMP_ALL_GATHER, "all-gather 9 of 10 float32 on a device for the first time",
+         call.offer = offer);
+    SAYS(SMP_ALL_GATHER, "sparse all-reduce 8 (sum)", call.hints.sparse = 2);
 }
 
 TEST(a_notice_has_the_callers_lists_addresses_and_factor)
@@ -367,6 +343,11 @@ differ(const smp_notice *usual, const smp_notice *other, const char *words)
     CHECK(words == NULL || (refusal.keys[0] == 0 && refusal.keys[1] == other->key));
 }
 
+#define DIFFER(words, ...)                                                             \
+    other = usual;                                                                     \
+    __VA_ARGS__;                                                                       \
+    differ(&usual, &other, words)
+
 TEST(members_agree_only_in_all_that_counts)
 {
     smp_notice usual = {.sequence = 3, .operation = SMP_ALL_TO_ALL, .count = 8};
@@ -376,28 +357,14 @@ TEST(members_agree_only_in_all_that_counts)
     other.in = other.out = 77; /* are each one's own */
     other.factor = 1.5;
     differ(&usual, &other, NULL);
-    other = usual;
-    other.sequence++;
-    differ(&usual, &other, "rank 12 calls all-to-all 4 of 8 uint8");
-    other = usual;
-    other.columns = 1;
-    differ(&usual, &other, "of 8 uint8 in columns");
-    other = usual;
-    other.on_device = SMP_NOTICE_GATHERS;
-    differ(&usual, &other, "on a device");
-    other = usual;
-    other.key = 0xab;
-    differ(&usual, &other, "with key 000000ab");
-    other = usual;
-    other.kind = smp_kind_of(SMP_DL_INT, 8, 1);
-    differ(&usual, &other, "of 8 int8");
+    DIFFER("rank 12 calls all-to-all 4 of 8 uint8", other.sequence++);
+    DIFFER("of 8 uint8 in columns", other.columns = 1);
+    DIFFER("on a device", other.on_device = SMP_NOTICE_GATHERS);
+    DIFFER("with key 000000ab", other.key = 0xab);
+    DIFFER("of 8 int8", other.kind = smp_kind_of(SMP_DL_INT, 8, 1));
     usual.operation = other.operation = SMP_ALL_GATHER;
-    other = usual;
-    other.sparse = 1;
-    differ(&usual, &other, "sparse all-reduce 3");
-    other = usual;
-    other.assumed = 5;
-    differ(&usual, &other, "with assumed sizes");
+    DIFFER("sparse all-reduce 3", other.sparse = 1);
+    DIFFER("with assumed sizes", other.assumed = 5);
     usual.assumed = 6; /* all do */
     differ(&usual, &other, "all-gather 3: rank 10 and rank 12 " SIZES_UNLIKE);
     other.count = 9; /* whatever else differs */
