@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from smp import ranks
-from smp.execution import runtime
 from smp.optimizers import clip_by_the_models_norm
+from smp.runtime import runtime
 from smp.saving import optimizer_state
+from smp.slicing.slices import slices_of, whole_shape
 from smp.state_mod import state
 from smp.tensor_parallel import group, optimizer_trial, replaced
-from smp.tensor_parallel.slices import slices_of, whole_shape
 
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params"}
 

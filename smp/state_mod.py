@@ -14,8 +14,7 @@ from smp.job.together import Calls
 if TYPE_CHECKING:
     from smp.job.bootstrap import Bootstrap
     from smp.job.config import Config
-    from smp.job.placement import Placement
-    from smp.job.torch_process_groups import Groups
+    from smp.job.placement import Groups, Placement
 
 
 @dataclass

@@ -12,7 +12,9 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.execution import failures, first_step, pickling, runtime, staging
+from smp.execution import first_step
+from smp.pytorch import pickling, staging
+from smp.runtime import failures, runtime
 from smp.tensor_parallel.step_end import PeerFailed
 from tests.ranks import on_ranks
 

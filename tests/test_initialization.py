@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import smp
 from smp import _core
-from smp.collectives import shared_gpus
-from smp.job import bootstrap, config, torch_process_groups
+from smp.collectives import shared_gpus, torch_process_groups
+from smp.job import bootstrap, config
 from smp.job.placement import Placement
 from tests.ranks import (
     job,

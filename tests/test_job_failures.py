@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from smp.job import bootstrap, objects
+from smp.collectives import objects
+from smp.job import bootstrap
 from smp.job.job_end import took_part
 from tests.ranks import mpirun, wait_until_gone
 from tests.test_connecting import stale

@@ -18,8 +18,9 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.job import bootstrap, objects, together
-from smp.job.objects import Parcel, Spec
+from smp.collectives import objects
+from smp.collectives.objects import Parcel, Spec
+from smp.job import bootstrap, together
 from tests.ranks import mpirun, on_ranks
 
 Pair = collections.namedtuple("Pair", "first second")

@@ -21,19 +21,19 @@ import smp
 from smp.data_parallel.reduction import Reduction
 from smp.modules import hooks
 from smp.nn import utils as blocks
+from smp.runtime import chain
+from smp.slicing import parameter_marks
+from smp.slicing.slices import Slices, mark, slices_of
 from smp.state_mod import state
 from smp.tensor_parallel import (
     assumed,
-    chain,
     counterparts,
     gradients,
     group,
-    kept_marks,
     primitives,
     replacement,
     unused,
 )
-from smp.tensor_parallel.slices import Slices, mark, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, compare_slice, split_over_all_ranks
 
@@ -1424,7 +1424,7 @@ def test_gradients_have_their_factor_once():
     assert frozen.weight.grad.eq(0.25).all()
     table(torch.tensor([0])).sum().backward()
     assert table.weight.grad[0].eq(1).all()  # its module's, which this one leaves out
-    scaled = [kept_marks.is_scaled(module.weight) for module in net]
+    scaled = [parameter_marks.is_scaled(module.weight) for module in net]
     assert scaled == [True, False, True, True, True, True]
 
 

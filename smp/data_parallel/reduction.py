@@ -34,7 +34,7 @@ from torch import Tensor
 from smp import _core
 from smp.data_parallel.buckets import Bucket, Memory
 from smp.data_parallel.group import Layout, ReplicasDiffer
-from smp.execution import failures
+from smp.runtime import failures
 from smp.tensor_parallel import unused
 from smp.tensor_parallel.step_end import PeerFailed
 
@@ -265,7 +265,7 @@ class Reduction:
 
         Args:
             error: the exception of this replica's step.
-            description: of the error, as :func:`smp.execution.failures.describe` makes it.
+            description: of the error, as :func:`smp.runtime.failures.describe` makes it.
 
         Raises:
             BaseException: ``error``; or that of another replica's step; or ReplicasDiffer,

@@ -14,26 +14,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import _core, model, ranks
+from smp.collectives.objects import refuse_if_forked
 from smp.data_parallel import data_parallel
 from smp.data_parallel.reduction import Reduction
-from smp.execution import (
-    accelerator,
-    context_variables,
-    failures,
-    first_step,
-    left_behind,
-    microbatches,
-    runtime,
-    sequence,
-    thread_state,
-)
-from smp.execution.runtime import Runtime
+from smp.execution import first_step
 from smp.job import core_warnings, interrupts
 from smp.job.config import ConfigError
-from smp.job.objects import refuse_if_forked
 from smp.modules import changes, homes, hooks, late_hooks, microbatch_attributes
-from smp.partitioning.restore import write_back
-from smp.tensor_parallel import group, order, random_streams, same_samples, step_end, unused
+from smp.modules.live_models import LiveModel
+from smp.pytorch import accelerator, call_warnings, context_variables
+from smp.pytorch.restore import write_back
+from smp.runtime import failures, microbatches, runtime, thread_state
+from smp.runtime.runtime import Runtime
+from smp.tensor_parallel import (
+    group,
+    order,
+    random_streams,
+    same_samples,
+    sequence,
+    step_end,
+    unused,
+)
 
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
 
@@ -288,7 +289,7 @@ class Step:
     # ----------------------------------------------------------- with the other replicas
 
     def _run_replicated(
-        self, run: Callable, refused: Exception | None, models: list[model.DistributedModel]
+        self, run: Callable, refused: Exception | None, models: list[LiveModel]
     ) -> Any:
         """Run the step; its gradients are averaged over the replicas.
 
@@ -401,7 +402,7 @@ class Step:
         random_state = accelerator.RandomState()
         rt.share_place()
         context_variables.begin_step()
-        left_behind.warn_of_modes(self.name, "step function")
+        call_warnings.warn_of_modes(self.name, "step function")
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
         gradients = unused.PipelinedStep(rt.parameters if rt.tp_size > 1 else ())
@@ -608,7 +609,7 @@ def most_in_flight(turns: list[tuple[int, int]]) -> int:
 class StepState:
     """State put back after a failed step: changed buffers and random numbers."""
 
-    def __init__(self, models: Sequence[model.DistributedModel]):
+    def __init__(self, models: Sequence[LiveModel]):
         self.random = accelerator.RandomState()
         self.buffers = [
             (module._buffers, name, buffer, buffer.clone())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from smp import _core
 from smp.modules import live_models, microbatch_attributes
-from smp.partitioning.contents import can_change
+from smp.pytorch.contents import can_change
 
 # A module or parameter, the attribute's name, the value.  The codec sends the first by its
 # number, alike on all ranks.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from smp import _core
 from smp.modules import changes, conversion, gates, remote_tensors, stand_ins
-from smp.partitioning.partition import pin_of
+from smp.modules.pins import pin_of
 
 
 class Entry(NamedTuple):

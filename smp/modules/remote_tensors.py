@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
-from smp.execution import left_behind
 from smp.modules import changes
+from smp.pytorch import call_warnings
 
 # Harmless reads of a parameter with its data on another rank.
 _HARMLESS = {
@@ -170,7 +170,7 @@ class RemoteBuffer(RemoteTensor):
             super()._smp_refuse(name, written)
         if not written:
             path, owner = self._smp_home
-            left_behind.warn_of_attribute(
+            call_warnings.warn_of_attribute(
                 path,
                 "",
                 f"buffer '{path}' is changed by its module, on pp_rank {owner}; its value here "

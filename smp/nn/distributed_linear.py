@@ -5,10 +5,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp.slicing.slices import PATH, Slices, in_words
 from smp.tensor_parallel import cross_entropy, group, primitives, same_samples
 from smp.tensor_parallel.distributed_module import DistributedModule, take_class
 from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import PATH, Slices, in_words
 
 
 class DistributedLinear(nn.Linear, DistributedModule):

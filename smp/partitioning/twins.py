@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules.remote_tensors import RemoteBuffer, RemoteTensor
-from smp.tensor_parallel import split_parameters
+from smp.slicing import split_parameters
 
 _LARGE_BYTES = 1 << 20  # the least size worth a mapping of its own
 # Linux refuses at once more memory than the machine has, without this flag.  Python may not

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smp import _core, ranks
 from smp.collectives.process_group import ProcessGroup
-from smp.execution import runtime
+from smp.runtime import runtime
 
 Words = tuple[int, ...]  # a tp_rank's sizes
 Everyones = tuple[Words, ...]  # by tp_rank

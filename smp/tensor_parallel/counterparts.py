@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from smp.tensor_parallel.slices import whole_shape
+from smp.slicing.slices import whole_shape
 
 REPLACES = "_smp_replaces"  # in the __dict__ of a module: the `BothWays` of the replaced one
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smp.slicing.slices import Slices
 from smp.tensor_parallel import group, kernels, primitives
 from smp.tensor_parallel.kernels import Statistics
-from smp.tensor_parallel.slices import Slices
 
 
 def split_head_losses(

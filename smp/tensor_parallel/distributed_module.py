@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from smp.execution.compiled_code import not_traced
 from smp.modules.stand_ins import stand_in
+from smp.pytorch.compiled_code import not_traced
+from smp.slicing.slices import PATH, refuse_copies, slices_of
 from smp.tensor_parallel import group, script_uses
-from smp.tensor_parallel.slices import PATH, refuse_copies, slices_of
 
 _not_traced = not_traced("a module that smp splits over the TP_GROUP")
 _not_traced_itself = not_traced("a module that smp splits over the TP_GROUP", False)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from smp.runtime.chain import linked, new_token
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.autocast import computed_in
-from smp.tensor_parallel.chain import linked, new_token
 from smp.tensor_parallel.second_derivatives import refused, refused_of_values
 from smp.tensor_parallel.unused import defined, keep_shape
 

@@ -17,8 +17,9 @@ from collections import Counter
 
 from torch import nn
 
-from smp.tensor_parallel import group, kept_marks
-from smp.tensor_parallel.slices import PARTIAL_GRADIENT, is_scaled_batch, slices_of
+from smp.slicing import parameter_marks
+from smp.slicing.slices import PARTIAL_GRADIENT, is_scaled_batch, slices_of
+from smp.tensor_parallel import group
 
 
 def mark_partial(module: nn.Module) -> None:
@@ -43,7 +44,7 @@ def scale(module: nn.Module) -> None:
         divides = hasattr(type(one), "divides_gradient") and one.divides_gradient
         if divides and weight is not None and holders[id(weight)] == 1:
             one.gradient_factor = factor  # type: ignore[assignment]
-            kept_marks.note_factor_of_module(one.weight)  # type: ignore[arg-type]
+            parameter_marks.note_factor_of_module(one.weight)  # type: ignore[arg-type]
     for parameter in module.parameters():
         if is_scaled_batch(parameter):
             _multiply(parameter, factor)
@@ -51,6 +52,6 @@ def scale(module: nn.Module) -> None:
 
 def _multiply(parameter: nn.Parameter, factor: float) -> None:
     """Multiply a parameter's gradients, once for any number of calls."""
-    if not parameter.is_meta and not kept_marks.is_scaled(parameter):
+    if not parameter.is_meta and not parameter_marks.is_scaled(parameter):
         # Hooks of meta parameters are lost when these get their values.
-        kept_marks.multiply_gradients(parameter, factor)
+        parameter_marks.multiply_gradients(parameter, factor)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
-from smp.execution import runtime
-from smp.execution.compiled_code import not_traced
+from smp.pytorch.compiled_code import not_traced
+from smp.runtime import runtime
+from smp.slicing.slices import Slices, share
 from smp.tensor_parallel import assumed, order
-from smp.tensor_parallel.slices import Slices, share
 
 # The size of a TP_GROUP under planning; None: the job's counts.
 _planned: ContextVar[int | None] = ContextVar("smp.tensor_parallel.planned", default=None)

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from smp.execution import compiled_code
-from smp.job import objects
-from smp.modules import activation_checkpointing, delayed_init
+from smp.collectives import objects
+from smp.modules import delayed_init
+from smp.modules.pins import keep_together
 from smp.modules.stand_ins import users_class
-from smp.partitioning.partition import keep_together
+from smp.pytorch import compiled_code
 from smp.ranks import CommGroup
+from smp.slicing import split_parameters
+from smp.slicing.slices import PATH
 from smp.tensor_parallel import (
     adapters,
     changed,
@@ -32,12 +34,10 @@ from smp.tensor_parallel import (
     leaf_trial,
     marking,
     replacement,
-    split_parameters,
 )
 from smp.tensor_parallel.distributed_module import DistributedModule
 from smp.tensor_parallel.linears import TooShort
 from smp.tensor_parallel.regions import REGION
-from smp.tensor_parallel.slices import PATH
 
 FAMILIES = "smp.nn.huggingface"
 BY_ROWS = "_smp_cut_by_rows"  # in a leaf's __dict__: its weight is to be cut by rows
@@ -68,18 +68,28 @@ def register_leaf(cls: type[nn.Module], split: Callable[..., None]) -> None:
     _leaves[cls] = split
 
 
-def split(model: nn.Module) -> tuple[nn.Module, list[Outcome]]:
-    """Split the marked modules.  Collective over the TP_GROUP.
+class Split(NamedTuple):
+    """A model after its split.
 
-    Returns:
-        the model, another one where a distributed module replaces all of it;
-        and the outcome for each marked module that could be split by itself.
+    Attributes:
+        model: another one where a distributed module replaces all of it.
+        outcomes: for each marked module that could be split by itself.
+        replaced: by module, the one in its place.
     """
+
+    model: nn.Module
+    outcomes: list[Outcome]
+    replaced: dict[nn.Module, nn.Module]
+
+
+def split(model: nn.Module) -> Split:
+    """Split the marked modules.  Collective over the TP_GROUP."""
     splitting = _Splitting(model)
     splitting.run()
+    out = splitting.out
     if group.size() == 1:
-        return splitting.model, [one for one in splitting.out if one.reason]
-    return splitting.model, splitting.out
+        out = [one for one in out if one.reason]
+    return Split(splitting.model, out, splitting.replaced)
 
 
 class _Splitting:
@@ -101,7 +111,6 @@ class _Splitting:
         self.replaced: dict[nn.Module, nn.Module] = {}
 
     def run(self) -> None:
-        checkpointed = activation_checkpointing.lift(self.model)
         if group.size() > 1:
             self._find_changed()
         self._visit(self.model, "", None)
@@ -113,9 +122,6 @@ class _Splitting:
                 module.__dict__[PATH] = path
                 if not module.IS_CONTAINER:
                     keep_together(module)
-        for module, arguments in checkpointed.items():
-            now = self.replaced.get(module, module)
-            activation_checkpointing.set_activation_checkpointing(now, *arguments)
         self.model = self.compiled.put_back(self.model, self.replaced)
 
     def _visit(

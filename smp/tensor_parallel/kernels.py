@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from smp import _core
+from smp.slicing.split_parameters import SplitParameter
 from smp.tensor_parallel import gpu_kernels
 from smp.tensor_parallel.second_derivatives import refused, refused_of_values
-from smp.tensor_parallel.split_parameters import SplitParameter
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, *_HALF)

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.execution.compiled_code import not_traced
 from smp.modules import delayed_init
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in
-from smp.tensor_parallel import adapters, group, primitives, script_uses, split_parameters
+from smp.pytorch.compiled_code import not_traced
+from smp.slicing import split_parameters
+from smp.slicing.slices import PATH, Slices, mark, refuse_copies, slices_of
+from smp.tensor_parallel import adapters, group, primitives, script_uses
 from smp.tensor_parallel.regions import draw_alike, give_back, rows_to_give_back
-from smp.tensor_parallel.slices import PATH, Slices, mark, refuse_copies, slices_of
 
 
 class TooShort(ValueError):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp.execution import runtime
 from smp.optimizers import clip_by_the_models_norm, norm_over_the_model
-from smp.tensor_parallel.slices import is_of_split_model
+from smp.runtime import runtime
+from smp.slicing.slices import is_of_split_model
 
 
 def take_the_models_norm_from_now() -> Callable[[], None]:

@@ -34,9 +34,9 @@ from typing import Any
 import torch.distributed as dist
 
 from smp import _core, ranks
+from smp.collectives.objects import refuse_if_forked
 from smp.collectives.process_group import ProcessGroup
-from smp.execution import runtime
-from smp.job.objects import refuse_if_forked
+from smp.runtime import runtime
 from smp.tensor_parallel import keys, step_end
 
 _LOOK_S = 0.1  # between two looks for signals

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from smp import ranks
-from smp.execution.compiled_code import not_traced
+from smp.pytorch.compiled_code import not_traced
+from smp.runtime.chain import linked, new_token
 from smp.tensor_parallel import assumed, group
-from smp.tensor_parallel.chain import linked, new_token
 from smp.tensor_parallel.order import Call
 from smp.tensor_parallel.second_derivatives import refused
 from smp.tensor_parallel.unused import defined, keep_shape

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smp import _core, ranks
-from smp.execution import accelerator
+from smp.pytorch import accelerator
 from smp.tensor_parallel import group, step_end
 
 

@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from smp.execution.accelerator import RandomState
-from smp.execution.compiled_code import not_traced
 from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
+from smp.pytorch.accelerator import RandomState
+from smp.pytorch.compiled_code import not_traced
+from smp.slicing.slices import PATH, refuse_copies
 from smp.tensor_parallel import (
     assumed,
     caches,
@@ -35,7 +36,6 @@ from smp.tensor_parallel import (
     script_uses,
 )
 from smp.tensor_parallel.assumed import Everyones
-from smp.tensor_parallel.slices import PATH, refuse_copies
 
 REGION = "_smp_region"  # in a module's __dict__: its Region
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from smp.modules import delayed_init
 from smp.modules.conversion import give_data
+from smp.modules.pins import hand_on_pin
 from smp.modules.stand_ins import users_class
-from smp.partitioning.partition import hand_on_pin
+from smp.slicing.slices import slices_of, whole_shape
 from smp.state_mod import state
 from smp.tensor_parallel import group, marking, replaced
 from smp.tensor_parallel.counterparts import REPLACES, BothWays, Translate
-from smp.tensor_parallel.slices import slices_of, whole_shape
 
 _MADE_WITH = "_smp_made_with"  # in a module's __dict__: (args, kwargs) of its __init__
 _OWN_HOOKS = "_smp_own_hooks"  # likewise: the hooks registered by its __init__

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from smp import ranks
+from smp.slicing.slices import PATH
 from smp.tensor_parallel import group
-from smp.tensor_parallel.slices import PATH
 from smp.tensor_parallel.step_end import device_of_numbers
 
 # Calls of each module, and steps in a pipeline; then the ranks' samples are taken to be the

@@ -1,5 +1,5 @@
 """Zeros for collectives without use in this rank's loss.  Backward comes to every one
-(`smp.tensor_parallel.chain`); the zeros go through, and leave no gradient where there was none.
+(`smp.runtime.chain`); the zeros go through, and leave no gradient where there was none.
 """
 
 from collections.abc import Iterable

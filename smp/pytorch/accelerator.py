@@ -2,7 +2,7 @@
 
 A thread does not inherit the script's choice of device, stream and random numbers.  The workers
 take them over from the thread that calls the step, so all tasks of a rank run on one stream.
-Tensors between ranks are in ``smp/execution/staging.py``.
+Tensors between ranks are in ``smp/pytorch/staging.py``.
 """
 
 from typing import Any, NamedTuple

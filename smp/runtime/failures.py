@@ -11,7 +11,7 @@ from torch import nn
 from smp import _core
 
 if TYPE_CHECKING:
-    from smp.model import DistributedModel
+    from smp.modules.live_models import LiveModel
 
 IN_PARTITION = -1  # in place of a microbatch
 _CALL = nn.Module._call_impl.__name__  # in its frames ``self`` is a called module
@@ -44,7 +44,7 @@ def as_failure(error: BaseException) -> BaseException:
     return failure
 
 
-def module_of(error: BaseException, models: Iterable["DistributedModel"]) -> str | None:
+def module_of(error: BaseException, models: Iterable["LiveModel"]) -> str | None:
     """The path of the innermost module around the error; None: none."""
     called = [
         frame.f_locals.get("self")

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from smp.execution import accelerator
+from smp.pytorch import accelerator
 
 DEEPEST = 8  # levels of nested containers to look at
 

@@ -8,14 +8,23 @@ On its own rank each microbatch has its own (``smp/modules/microbatch_attributes
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from smp import _core
-from smp.execution import left_behind, runtime
 from smp.modules import changes, live_models, remote_modules, stand_ins
-from smp.partitioning.contents import can_change
+from smp.pytorch import call_warnings
+from smp.pytorch.contents import can_change
+from smp.runtime import runtime
+
+
+class ForwardState(NamedTuple):
+    """The known changes of a model's modules when run.  By path of the module."""
+
+    attributes: dict[str, tuple[str, ...]]  # names of plain attributes set by it
+    buffers: dict[str, tuple[str, ...]]  # names of buffers changed by it
+
 
 _NAMES = "_smp_set_elsewhere"  # in such a class: the names of all of these attributes
 
@@ -42,7 +51,7 @@ class _SetElsewhere(stand_ins.WatchedAttribute):
         name = f"{path}.{self.name}".lstrip(".")
         what = f"'{name}' changes when its module runs, on pp_rank {owner}"
         if _core.current() is None:
-            left_behind.warn_of_attribute(path, self.name, f"{what}; its value here is older")
+            call_warnings.warn_of_attribute(path, self.name, f"{what}; its value here is older")
         else:
             here = runtime.get(what).pp_rank
             raise RuntimeError(
@@ -75,7 +84,7 @@ def warn_of_shared(
                 at, its = first.setdefault(id(value), (path, name))
                 if rank_of[at] != rank_of[path]:
                     mine, theirs = f"{path}.{name}".lstrip("."), f"{at}.{its}".lstrip(".")
-                    left_behind.warn_of_attribute(
+                    call_warnings.warn_of_attribute(
                         path,
                         name,
                         f"'{mine}' and '{theirs}' are one {type(value).__name__}, which "

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
-from smp.execution import (
+from smp.collectives import objects
+from smp.job import core_warnings, transports
+from smp.modules import changes, hooks, late_hooks, late_modules, live_models
+from smp.pytorch import (
     accelerator,
     autograd,
-    failures,
-    left_behind,
+    call_warnings,
     pickling,
     shared_memory,
     staging,
-    thread_state,
 )
-from smp.execution.compiled_code import not_traced
-from smp.job import core_warnings, objects, transports
-from smp.modules import changes, hooks, late_hooks, late_modules, live_models
+from smp.pytorch.compiled_code import not_traced
 from smp.ranks import CommGroup
-from smp.tensor_parallel import split_parameters
+from smp.runtime import failures, thread_state
+from smp.slicing import split_parameters
 
 if TYPE_CHECKING:
-    from smp.model import DistributedModel
+    from smp.modules.live_models import LiveModel
     from smp.state_mod import Job, State
 
 CONNECT_TIMEOUT_MS = 60_000
@@ -97,7 +97,7 @@ class Runtime:
         self.staging = staging.Staging()
         self.core_is_open = False
         changes.forget()
-        left_behind.forget()
+        call_warnings.forget()
         if self.pp_size > 1:
             self._open_core()
 
@@ -182,8 +182,8 @@ class Runtime:
             "refuse_changed": shared_memory.refuse_changed,
             "call_hooked": hooks.call_hooked,
             "serve_hooked": hooks.serve_hooked,
-            "warn_of_tensor": left_behind.warn_of_tensor,
-            "warn_of_hook": left_behind.warn_of_hook,
+            "warn_of_tensor": call_warnings.warn_of_tensor,
+            "warn_of_hook": call_warnings.warn_of_hook,
             "capture_state": thread_state.capture_for_call,
             "capture_backward": thread_state.capture_for_backward,
             "with_state": thread_state.serve_with_state,
@@ -291,7 +291,7 @@ class Runtime:
         self.gates.append(calls)
         return len(self.gates) - 1
 
-    def add_model(self, model: "DistributedModel") -> None:
+    def add_model(self, model: "LiveModel") -> None:
         """Register a model, made on all ranks."""
         live_models.add(model)
         self.has_new_model = True
@@ -307,7 +307,7 @@ class Runtime:
             changes.forget_others(self.live_models())
         self.has_new_model = False
 
-    def live_models(self) -> list["DistributedModel"]:
+    def live_models(self) -> list["LiveModel"]:
         """The models still in existence, in order of creation: alike on all ranks."""
         return live_models.living()
 
@@ -327,7 +327,7 @@ current: Runtime | None = None
 def start(state: "State") -> None:
     """Start the core.  Collective over all ranks."""
     global current
-    current = Runtime(state.job("smp.execution.runtime.start()"))
+    current = Runtime(state.job("smp.runtime.runtime.start()"))
 
 
 def stop() -> None:

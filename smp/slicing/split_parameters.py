@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_map_only
 
-from smp.execution.compiled_code import not_traced
-from smp.tensor_parallel.slices import PATH_OF_PARAMETER, slices_of, whole_shape
+from smp.pytorch.compiled_code import not_traced
+from smp.slicing.slices import PATH_OF_PARAMETER, slices_of, whole_shape
 
 INIT = "torch.nn.init"
 HELD = "_smp_held"  # in a module's __dict__: the Slices of its parameters, by name

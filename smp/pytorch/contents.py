@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp.partitioning import restore
+from smp.pytorch import restore
 
 _MOST = 4096  # elements of one value, looked into at most
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from smp import _core, ranks
+from smp.collectives import objects
 from smp.collectives.process_group import ProcessGroup
-from smp.job import objects
 from smp.ranks import CommGroup
 from smp.tensor_parallel import order
 

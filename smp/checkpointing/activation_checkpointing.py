@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from smp.execution import runtime
 from smp.modules import inner_module, live_models, stand_ins
 from smp.modules.stand_ins import CHECKPOINTING
-from smp.tensor_parallel import regions
+from smp.runtime import runtime
+from smp.tensor_parallel import in_place, regions
 
 
 def set_activation_checkpointing(
@@ -176,3 +176,16 @@ def _run_all(children: list[nn.Module], value: Any) -> Any:
     for child in children:
         value = child(value)
     return value
+
+
+def split_in_place(model: nn.Module) -> tuple[nn.Module, list[in_place.Outcome]]:
+    """`in_place.split`, with the checkpointed modules' settings on the modules in their places.
+
+    Returns:
+        the model, and the outcome for each marked module.
+    """
+    checkpointed = lift(model)
+    done = in_place.split(model)
+    for module, arguments in checkpointed.items():
+        set_activation_checkpointing(done.replaced.get(module, module), *arguments)
+    return done.model, done.outcomes

@@ -22,7 +22,7 @@ def model_creation(
             effect.  ``zero_init`` of existing scripts is such a key: the public documentation
             does not explain it.
 
-    Source: SageMaker Python SDK documentation, ``smp.modules.model_creation``.
+    Source: SageMaker Python SDK documentation, ``smp.execution.model_creation``.
     """
     before = torch.get_default_dtype()
     if dtype is not None:

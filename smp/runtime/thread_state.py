@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils import _device
 
 from smp import state_mod
-from smp.execution import context_variables, left_behind
 from smp.modules import changes, hooks, live_models
-from smp.tensor_parallel import chain
+from smp.pytorch import call_warnings, context_variables
+from smp.runtime import chain
 
 
 def _autocast_devices() -> list[str]:
@@ -64,7 +64,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | N
         the state for :func:`serve_with_state`, and what to call with that one's result, for
         the module's own.
     """
-    left_behind.warn_of_modes(path)
+    call_warnings.warn_of_modes(path)
     state, made = capture(), changes.travelling()
     collected = context_variables.collect(path) if _copy_context() else None
     link = chain.is_carried()

@@ -121,7 +121,7 @@ def comm_report() -> CommReport:
         RuntimeError: before ``smp.init``, and without a group of the backend ``smddp``.
     """
     from smp.collectives.ranks import Ranks
-    from smp.execution import runtime
+    from smp.runtime import runtime
 
     connected = list(Ranks.open)
     of_groups: dict[str, Any] = {

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from smp.execution.compiled_code import not_traced
+from smp.pytorch.compiled_code import not_traced
 
 
 class _InThisThread(threading.local):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from smp.execution import left_behind
+from smp.pytorch import call_warnings
 
 if TYPE_CHECKING:
     from contextvars import Token
@@ -144,7 +144,7 @@ def collect(path: str) -> Collected | None:
             if home is not None and not _is_torchs(home):
                 found.append((home, value))
         elif _is_users(variable):
-            left_behind.warn_of_variable(path, variable.name)
+            call_warnings.warn_of_variable(path, variable.name)
     return Collected(found) if found else None
 
 

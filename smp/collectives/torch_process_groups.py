@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,18 +21,12 @@ from smp.collectives import ranks, shared_gpus
 from smp.job import addresses
 from smp.job.bootstrap import Bootstrap
 from smp.job.config import Config
-from smp.job.placement import AXES_OF_GROUP, Placement
+from smp.job.placement import AXES_OF_GROUP, Groups, Placement
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 # smp.send, smp.recv_from and smp.allgather wait until they are matched, however long
 # the other rank takes to get there.
 OBJECTS_TIMEOUT = timedelta(days=7)
-
-
-class Groups(NamedTuple):
-    by_kind: dict[str, dist.ProcessGroup]
-    objects: dist.ProcessGroup
-    owns_default: bool
 
 
 def form(boot: Bootstrap, placement: Placement, cfg: Config) -> Groups:

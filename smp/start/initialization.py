@@ -15,12 +15,14 @@ from typing import Any
 
 from smp import _core, amp
 from smp._version import __version__
-from smp.execution import runtime
-from smp.job import bootstrap, config, torch_process_groups, whereabouts
+from smp.collectives import torch_process_groups
+from smp.job import bootstrap, config
 from smp.job.bootstrap import Bootstrap, OverMPI
 from smp.job.config import Config, ConfigError
 from smp.job.job_end import Watch
 from smp.job.placement import AXES_OF_GROUP, Placement
+from smp.runtime import runtime
+from smp.start import whereabouts
 from smp.state_mod import Job, state
 from smp.tensor_parallel import norms
 

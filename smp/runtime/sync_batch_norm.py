@@ -15,11 +15,11 @@ from torch import nn
 from smp import ranks
 
 if TYPE_CHECKING:
-    from smp.execution.runtime import Runtime
-    from smp.model import DistributedModel
+    from smp.modules.live_models import LiveModel
+    from smp.runtime.runtime import Runtime
 
 
-def prepare(models: Sequence["DistributedModel"], rt: "Runtime") -> None:
+def prepare(models: Sequence["LiveModel"], rt: "Runtime") -> None:
     """Give the models' SyncBatchNorms the group of this rank's stage, before they run.
 
     Without a group of its own a module is torch's over all ranks of the job, of other stages,
@@ -56,7 +56,7 @@ def is_in(model: nn.Module) -> bool:
 
 
 @contextmanager
-def alone(models: Sequence["DistributedModel"]) -> Iterator[None]:
+def alone(models: Sequence["LiveModel"]) -> Iterator[None]:
     """Have the models' SyncBatchNorms take the statistics of their inputs, as BatchNorm does.
 
     They refuse tensors of the CPU and of no device, and a model may be traced on these.
@@ -71,7 +71,7 @@ def alone(models: Sequence["DistributedModel"]) -> Iterator[None]:
             del module.forward
 
 
-def _modules(models: Sequence["DistributedModel"]) -> Iterator[tuple[str, Any]]:
+def _modules(models: Sequence["LiveModel"]) -> Iterator[tuple[str, Any]]:
     for one in models:
         for path, module in one._smp_module.named_modules():
             if isinstance(module, nn.SyncBatchNorm):

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp.execution.microbatches import Splitter
+from smp.checkpointing import activation_checkpointing
 from smp.partitioning.partition import make_partition
 from smp.partitioning.report import PartitionReport
 from smp.partitioning.tracing import trace
+from smp.runtime.microbatches import Splitter
 from smp.tensor_parallel import group, in_place, marking
 
 _MEMORY_WEIGHT = 0.8  # the default of optimize="memory"
@@ -91,4 +92,4 @@ def _split(module: nn.Module, size: int) -> tuple[nn.Module, list[in_place.Outco
     copied = copy.deepcopy(module, memo)
     with group.planned(size), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "smp: module .* was replaced by")
-        return in_place.split(copied)
+        return activation_checkpointing.split_in_place(copied)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp.partitioning.restore import OBJECT, kind_of
+from smp.pytorch.restore import OBJECT, kind_of
 
 
 def of_module(module: nn.Module) -> Iterator[Callable[[], Any]]:

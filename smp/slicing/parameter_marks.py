@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp.tensor_parallel.slices import MARKS, SCALES
-from smp.tensor_parallel.split_parameters import SplitParameter
+from smp.slicing.slices import MARKS, SCALES
+from smp.slicing.split_parameters import SplitParameter
 
 
 def is_scaled(parameter: Tensor) -> bool:
