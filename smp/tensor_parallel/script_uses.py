@@ -107,7 +107,9 @@ def called_with_slices(
 
 
 def _wholes_in(module: nn.Module) -> dict[str, nn.Parameter]:
-    found = {}
+    found: dict[str, nn.Parameter] = {}
+    if group.size() == 1:
+        return found
     for name, slices in module.__dict__.get(split_parameters.HELD, {}).items():
         value = module._parameters.get(name)
         if value is None or isinstance(value, SplitTensor):
