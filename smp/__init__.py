@@ -32,11 +32,11 @@ from smp.execution.first_step import PartitionMismatch
 from smp.execution.model_creation import model_creation
 from smp.execution.planning import plan
 from smp.execution.steps import is_tracing, step
+from smp.job.collective_calls import CallMismatch
 from smp.job.config import ConfigError
-from smp.job.together import CallMismatch
 from smp.model import DistributedModel, clip_grad_norm_
 from smp.modules.delayed_init import delay_param_initialization
-from smp.modules.homes import empty_cache
+from smp.modules.device_placement import empty_cache
 from smp.modules.pins import PartitionError, partition, set_partition
 from smp.partitioning.report import PartitionReport
 from smp.ranks import (
@@ -88,6 +88,6 @@ from smp.saving.saved_files import CheckpointError, load, save
 from smp.start.comm_report import comm_report
 from smp.start.initialization import init, is_initialized, reset, shutdown
 from smp.state_mod import core, state
-from smp.tensor_parallel.marking import set_tensor_parallelism, tensor_parallelism
-from smp.tensor_parallel.replacement import tp_register, tp_register_with_module
+from smp.tensor_parallel.splits.marking import set_tensor_parallelism, tensor_parallelism
+from smp.tensor_parallel.splits.replacement import tp_register, tp_register_with_module
 from smp.timeline.timeline import save_trace

@@ -21,7 +21,7 @@ from smp.data_parallel.data_parallel import DataParallel
 from smp.modules import (
     conversion,
     delayed_init,
-    homes,
+    device_placement,
     inner_module,
     late_hooks,
     late_modules,
@@ -45,16 +45,12 @@ from smp.slicing.slices import (
     whole_shape,
 )
 from smp.state_mod import state
-from smp.tensor_parallel import (
-    gradients,
-    group,
-    in_place,
-    marking,
-    random_streams,
-    replaced,
-)
-from smp.tensor_parallel.counterparts import Counterparts, counterparts, shapes_of
+from smp.tensor_parallel import group
+from smp.tensor_parallel.backward import gradients
+from smp.tensor_parallel.rows import random_streams
 from smp.tensor_parallel.script_uses import gathers_of
+from smp.tensor_parallel.splits import in_place, marking, replaced_parameters
+from smp.tensor_parallel.splits.counterparts import Counterparts, counterparts, shapes_of
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport
@@ -147,11 +143,11 @@ class DistributedModel(live_models.LiveModel):
         self._smp_deferred_loads: list[tuple] = []
         rt = self._smp_runtime
         if rt.home is None and rt.cfg.device == "auto":
-            rt.home = homes.home_of(module, rt.boot.local_rank)
+            rt.home = device_placement.home_of(module, rt.boot.local_rank)
         if rt.pp_size == 1:
             delayed_init.materialize(module, lambda name: True, lambda path: True)
             if rt.home is not None:
-                homes.move(module, rt.home)
+                device_placement.move(module, rt.home)
         # The outcomes of tensor parallelism's splits of modules.
         self._smp_split: list[in_place.Outcome] = []
         self._smp_counterparts: Counterparts | None = None
@@ -184,7 +180,7 @@ class DistributedModel(live_models.LiveModel):
         module, self._smp_split = activation_checkpointing.split_in_place(self._smp_module)
         self._smp_counterparts = counterparts(module, plain)
         if state.optimizer is not None:
-            replaced.refuse(state.optimizer.param_groups)
+            replaced_parameters.refuse(state.optimizer.param_groups)
         if module is not self._smp_module:
             self._smp_wrap(module)
         if group.size() == 1:
@@ -473,7 +469,7 @@ class DistributedModel(live_models.LiveModel):
         late_hooks.notice_from_now(self._smp_module, gates[-1], rt.pp_rank == 0)
         self._smp_decision = partition
         if rt.home is not None:
-            homes.move(self._smp_module, rt.home, set(self.local_modules()))
+            device_placement.move(self._smp_module, rt.home, set(self.local_modules()))
 
     def _smp_make_gates(self, turns: Turns) -> list[int]:
         """The numbers in this job of the model's gates, and of one more.

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from smp.job.together import Calls
+from smp.job.collective_calls import Calls
 
 if TYPE_CHECKING:
     from smp.job.bootstrap import Bootstrap

@@ -4,7 +4,7 @@ import pytest
 
 from smp.collectives.backend import _in_words
 from smp.collectives.ranks import GroupUse, PeerUse, PoolUse, Ranks
-from smp.job.together import CallMismatch, Calls
+from smp.job.collective_calls import CallMismatch, Calls
 from smp.start.comm_report import CommReport, Peer
 
 MIB = 1 << 20

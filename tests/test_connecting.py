@@ -206,7 +206,7 @@ import os, signal, sys, threading
 import torch.distributed as dist
 import smp
 import smdistributed.dataparallel.torch.torch_smddp
-from smp.job import bootstrap
+from smp.job import (bootstrap)
 waits = threading.Event()
 def told(wait):
     def waiting(self, *args):

@@ -15,7 +15,7 @@ from smp import _core
 from smp.execution import first_step
 from smp.pytorch import pickling, staging
 from smp.runtime import failures, runtime
-from smp.tensor_parallel.step_end import PeerFailed
+from smp.tensor_parallel.backward.step_end import PeerFailed
 from tests.ranks import on_ranks
 
 MIB = 1 << 20

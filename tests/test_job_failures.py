@@ -326,7 +326,7 @@ def test_who_saves_hears_which_rank_has_died(kind, backend, tmp_path):
 ENDS_AFTER_A_DEATH = """
 import os, select, signal, sys
 import smp
-from smp.job import bootstrap
+from smp.job import (bootstrap)
 
 bootstrap.END_AFTER_DEATH_S = 0.1
 smp.init({"pipeline_parallel_degree": int(sys.argv[1])})

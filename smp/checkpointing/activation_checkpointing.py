@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from smp.modules import inner_module, live_models, stand_ins
 from smp.modules.stand_ins import CHECKPOINTING
 from smp.runtime import runtime
-from smp.tensor_parallel import in_place, regions
+from smp.tensor_parallel.rows import regions
+from smp.tensor_parallel.splits import in_place
 
 
 def set_activation_checkpointing(

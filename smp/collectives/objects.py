@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from smp import _core
 from smp.job import bootstrap
-from smp.job.together import Call, CallMismatch
+from smp.job.collective_calls import Call, CallMismatch
 from smp.ranks import CommGroup, RankType
 from smp.state_mod import Job, state
 

@@ -19,10 +19,10 @@ from torch.nn.parameter import is_lazy
 
 from smp import _core, model, ranks
 from smp.collectives import objects
-from smp.modules import homes
+from smp.modules import device_placement
 from smp.modules.gates import Turns
 from smp.modules.pins import PartitionError, inherit_pin, pin_of
-from smp.partitioning import first_forward, shared, tracing, twins
+from smp.partitioning import first_forward, shared, traced_tensors, tracing
 from smp.partitioning.partition import Partition, make_partition
 from smp.partitioning.turns import turns_of
 from smp.ranks import CommGroup
@@ -30,8 +30,8 @@ from smp.runtime import failures, pool, runtime, sync_batch_norm
 from smp.runtime.forward_attributes import ForwardState
 from smp.saving import state_dicts
 from smp.slicing.slices import slices_of
-from smp.tensor_parallel import sequence, step_end
-from smp.tensor_parallel.step_end import PeerFailed
+from smp.tensor_parallel.backward import sequence, step_end
+from smp.tensor_parallel.backward.step_end import PeerFailed
 
 if TYPE_CHECKING:
     from smp.modules.live_models import LiveModel
@@ -104,7 +104,7 @@ def partition_models(
         one._smp_apply_partition(partition, its, ForwardState(*state))
     _core.trim_heap()
     if rt.home is not None:
-        homes.trim(rt.home)
+        device_placement.trim(rt.home)
     rt.expected_in_pool += pools[rt.pp_rank]
     _core.expect_in_pool(rt.expected_in_pool)
     model.install(rt)
@@ -292,7 +292,7 @@ def _trace(
     the CPU's; where the CPU cannot run them, the accelerator's.
     """
     placed = [m._smp_module for m in rt.live_models() if m.partitioned]
-    with twins.as_in_one_process(placed):
+    with traced_tensors.as_in_one_process(placed):
         return _trace_whole(rt, models, placed, run_traced)
 
 
@@ -325,7 +325,7 @@ def _trace_whole(
             return _traced_at(home, [*placed, *modules], trace_on)
         except torch.OutOfMemoryError:
             for module in modules:
-                homes.move_back(module, home)
+                device_placement.move_back(module, home)
             why = f"the whole model does not fit on {home}"
             warnings.warn(f"smp: {why}; tracing on the CPU", stacklevel=2)
             return trace_on(None)
@@ -367,7 +367,7 @@ def _traced_at(
     trace_on: Callable[[torch.device | None], list[tracing.Trace]],
 ) -> list[tracing.Trace]:
     for module in modules:
-        homes.move(module, home)
+        device_placement.move(module, home)
     return trace_on(home)
 
 

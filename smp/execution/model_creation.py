@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from smp.tensor_parallel import marking
+from smp.tensor_parallel.splits import marking
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from smp.partitioning.partition import make_partition
 from smp.partitioning.report import PartitionReport
 from smp.partitioning.tracing import trace
 from smp.runtime.microbatches import Splitter
-from smp.tensor_parallel import group, in_place, marking
+from smp.tensor_parallel import group
+from smp.tensor_parallel.splits import in_place, marking
 
 _MEMORY_WEIGHT = 0.8  # the default of optimize="memory"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
-from smp.modules import changes
+from smp.modules import travelling_changes
 from smp.pytorch import call_warnings
 
 # Harmless reads of a parameter with its data on another rank.
@@ -94,7 +94,9 @@ class RemoteTensor(Tensor):
                 result = func(*args, **(kwargs or {}))
                 if isinstance(args[0], nn.Parameter) and name in ("__set__", "requires_grad_"):
                     flag = args[0].requires_grad
-                    changes.note(args[0], changes.REQUIRES_GRAD, flag, before=required)
+                    travelling_changes.note(
+                        args[0], travelling_changes.REQUIRES_GRAD, flag, before=required
+                    )
             return result
         written = args[0] if args and name in ("__setitem__", "set_") else None
         if args and name.endswith("_") and not name.endswith("__"):

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from smp.collectives.operation import watching
 from smp.modules import hook_containers
-from smp.partitioning import first_forward, twins
+from smp.partitioning import first_forward, traced_tensors
 from smp.partitioning.operators import Operators
 from smp.pytorch import compiled_code
 from smp.pytorch.contents import can_change, content_of, is_the_same
@@ -257,7 +257,7 @@ def _trace_on_zeros(
     why: str,
     check: CheckCollective | None,
 ) -> list[Trace]:
-    with twins.on_zeros(roots):
+    with traced_tensors.on_zeros(roots):
         recorder = Recorder(roots, meta=False, memory=memory, check=check)
         try:
             recorder.record(run)
@@ -507,7 +507,7 @@ class Recorder:
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and is_plain(parameter) and not parameter.is_meta:
                     if id(parameter) not in made:
-                        made[id(parameter)] = twins.meta_parameter(parameter)
+                        made[id(parameter)] = traced_tensors.meta_parameter(parameter)
                     setattr(module, name, made[id(parameter)])  # nn.LSTM keeps a list too
         self.twins = list(made.values())  # keeps their ids
         # Not those of an earlier run: any tensor may have their ids by now.

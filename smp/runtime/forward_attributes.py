@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from smp import _core
-from smp.modules import changes, live_models, remote_modules, stand_ins
+from smp.modules import live_models, remote_modules, stand_ins, travelling_changes
 from smp.pytorch import call_warnings
 from smp.pytorch.contents import can_change
 from smp.runtime import runtime
@@ -36,7 +36,7 @@ class _SetElsewhere(stand_ins.WatchedAttribute):
     """
 
     def before_read(self, module: nn.Module) -> None:
-        if not changes.noted(module, self.name):
+        if not travelling_changes.noted(module, self.name):
             self._tell(module)
 
     def _tell(self, module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from smp import _core
 from smp.collectives import objects
 from smp.job import core_warnings, transports
-from smp.modules import changes, hooks, late_hooks, late_modules, live_models
+from smp.modules import hooks, late_hooks, late_modules, live_models, travelling_changes
 from smp.pytorch import (
     accelerator,
     autograd,
@@ -96,7 +96,7 @@ class Runtime:
         self.home: torch.device | None = None  # the place of models and inputs
         self.staging = staging.Staging()
         self.core_is_open = False
-        changes.forget()
+        travelling_changes.forget()
         call_warnings.forget()
         if self.pp_size > 1:
             self._open_core()
@@ -304,7 +304,7 @@ class Runtime:
         """
         if self.has_new_model and live_models.made() > 1:
             gc.collect()
-            changes.forget_others(self.live_models())
+            travelling_changes.forget_others(self.live_models())
         self.has_new_model = False
 
     def live_models(self) -> list["LiveModel"]:

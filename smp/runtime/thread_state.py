@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _device
 
 from smp import state_mod
-from smp.modules import changes, hooks, live_models
+from smp.modules import hooks, live_models, travelling_changes
 from smp.pytorch import call_warnings, context_variables
 from smp.runtime import chain
 
@@ -65,7 +65,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | N
         the module's own.
     """
     call_warnings.warn_of_modes(path)
-    state, made = capture(), changes.travelling()
+    state, made = capture(), travelling_changes.travelling()
     collected = context_variables.collect(path) if _copy_context() else None
     link = chain.is_carried()
     if collected is None and state is None and not made and not link:
@@ -90,7 +90,7 @@ def capture_for_backward() -> tuple | None:
 
     Autograd runs a graph in the modes of the thread that began the backward.
     """
-    state, made = capture(), changes.travelling()
+    state, made = capture(), travelling_changes.travelling()
     return None if state is None and not made else (state, (), made, False)
 
 
@@ -111,8 +111,8 @@ def serve_with_state(
     if made:
         job = state_mod.state
         if job.is_initialized and job.cfg.pipeline != "simple":
-            changes.check_frozen(made, function)
-        with changes.made(made):
+            travelling_changes.check_frozen(made, function)
+        with travelling_changes.made(made):
             return serve_with_state((state, collected, (), False), function, args, kwargs)
     tokens = []
     if collected:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from smp.collectives import objects
 from smp.collectives.objects import PeerLost
-from smp.job.together import CallMismatch
+from smp.job.collective_calls import CallMismatch
 from smp.ranks import CommGroup
 from smp.saving import folder_lock, saved_files
 from smp.saving.saved_files import CheckpointError, staged_name

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smp.runtime import runtime
-from smp.tensor_parallel.counterparts import Counterpart, Shapes, Translate
+from smp.tensor_parallel.splits.counterparts import Counterpart, Shapes, Translate
 
 State = dict[str, Any]  # of one parameter
 

@@ -154,7 +154,7 @@ def is_scaled_by_module(parameter: Tensor) -> bool:
 
 
 _OF_SPLIT_MODEL = "_smp_of_split_model"
-PARTIAL_GRADIENT = "_smp_partial_gradient"  # see smp.tensor_parallel.gradients
+PARTIAL_GRADIENT = "_smp_partial_gradient"  # see smp.tensor_parallel.backward.gradients
 PATH_OF_PARAMETER = "_smp_path"  # of one cut in place
 
 SCALES = "_smp_scales"  # its gradients' factor; None: its module's

@@ -24,7 +24,7 @@ from smp.job.placement import AXES_OF_GROUP, Placement
 from smp.runtime import runtime
 from smp.start import whereabouts
 from smp.state_mod import Job, state
-from smp.tensor_parallel import norms
+from smp.tensor_parallel.backward import norms
 
 
 def init(config: Mapping[str, Any] | None = None) -> None:

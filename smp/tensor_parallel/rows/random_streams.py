@@ -11,7 +11,8 @@ from torch import Tensor
 
 from smp import _core, ranks
 from smp.pytorch import accelerator
-from smp.tensor_parallel import group, step_end
+from smp.tensor_parallel import group
+from smp.tensor_parallel.backward import step_end
 
 
 def are_common() -> bool:

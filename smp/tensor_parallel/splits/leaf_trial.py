@@ -18,7 +18,8 @@ from smp import ranks
 from smp.modules import delayed_init
 from smp.modules.stand_ins import users_class
 from smp.slicing.slices import PATH, slices_of
-from smp.tensor_parallel import group, step_end
+from smp.tensor_parallel import group
+from smp.tensor_parallel.backward import step_end
 
 _LARGE = 1 << 20  # elements of a weight; a copy of a larger one has fewer rows
 _SEED = 20_011

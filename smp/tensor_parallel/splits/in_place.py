@@ -2,7 +2,8 @@
 
 A *plan* of its family cuts a module in place (``smp/nn/huggingface``, one file a family): a
 function that cuts a module's linears and makes it a region.  A registered class is replaced
-(``smp.tensor_parallel.replacement``).  In models without either, each linear and embedding is
+(``smp.tensor_parallel.splits.replacement``).  In models without either, each linear and
+embedding is
 split by itself.  A TP_GROUP of one rank splits nothing, and replaces as others do: scripts
 reach for parts of the distributed forms.
 """
@@ -26,18 +27,18 @@ from smp.pytorch import compiled_code
 from smp.ranks import CommGroup
 from smp.slicing import split_parameters
 from smp.slicing.slices import PATH
-from smp.tensor_parallel import (
+from smp.tensor_parallel import group
+from smp.tensor_parallel.rows.linears import TooShort
+from smp.tensor_parallel.rows.regions import REGION
+from smp.tensor_parallel.splits import (
     adapters,
     changed,
-    group,
     inside_regions,
     leaf_trial,
     marking,
     replacement,
 )
-from smp.tensor_parallel.distributed_module import DistributedModule
-from smp.tensor_parallel.linears import TooShort
-from smp.tensor_parallel.regions import REGION
+from smp.tensor_parallel.splits.distributed_module import DistributedModule
 
 FAMILIES = "smp.nn.huggingface"
 BY_ROWS = "_smp_cut_by_rows"  # in a leaf's __dict__: its weight is to be cut by rows

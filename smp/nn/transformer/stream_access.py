@@ -16,7 +16,8 @@ from smp.nn.transformer.token_stream import (
     Source,
     TokenStream,
 )
-from smp.tensor_parallel import group, same_samples
+from smp.tensor_parallel import group
+from smp.tensor_parallel.rows import same_samples
 
 _MASK_AXES = 4
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from smp import ranks
 from smp.slicing.slices import PATH
 from smp.tensor_parallel import group
-from smp.tensor_parallel.step_end import device_of_numbers
+from smp.tensor_parallel.backward.step_end import device_of_numbers
 
 # Calls of each module, and steps in a pipeline; then the ranks' samples are taken to be the
 # same.

@@ -7,7 +7,7 @@ So it calls another operation in place of the next one.  The other operation fai
 rank, with as many operations called on each, and the step fails with it.  Ranks with successful
 steps meet in a last operation: a failure after the last collective of a module is heard, too.
 
-In a pipeline the servers tell each other (``smp.tensor_parallel.order``).
+In a pipeline the servers tell each other (``smp.tensor_parallel.backward.order``).
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from smp import _core, ranks
-from smp.tensor_parallel import keys
+from smp.tensor_parallel.backward import keys
 
 _is_over = False  # whether this step has met the other ranks' failure
 

@@ -20,8 +20,9 @@ from smp.modules.pins import hand_on_pin
 from smp.modules.stand_ins import users_class
 from smp.slicing.slices import slices_of, whole_shape
 from smp.state_mod import state
-from smp.tensor_parallel import group, marking, replaced
-from smp.tensor_parallel.counterparts import REPLACES, BothWays, Translate
+from smp.tensor_parallel import group
+from smp.tensor_parallel.splits import marking, replaced_parameters
+from smp.tensor_parallel.splits.counterparts import REPLACES, BothWays, Translate
 
 _MADE_WITH = "_smp_made_with"  # in a module's __dict__: (args, kwargs) of its __init__
 _OWN_HOOKS = "_smp_own_hooks"  # likewise: the hooks registered by its __init__
@@ -338,7 +339,7 @@ def take_over(
     _keep_hooks(original, distributed, path)
     hand_on_pin(original, distributed, path)
     distributed.train(original.training)
-    replaced.note(original, distributed, path)
+    replaced_parameters.note(original, distributed, path)
 
 
 def _saved(module: nn.Module) -> dict[str, Tensor]:

@@ -25,17 +25,10 @@ from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
 from smp.pytorch.accelerator import RandomState
 from smp.pytorch.compiled_code import not_traced
 from smp.slicing.slices import PATH, refuse_copies
-from smp.tensor_parallel import (
-    assumed,
-    caches,
-    group,
-    inside_regions,
-    primitives,
-    random_streams,
-    same_samples,
-    script_uses,
-)
-from smp.tensor_parallel.assumed import Everyones
+from smp.tensor_parallel import group, primitives, script_uses
+from smp.tensor_parallel.rows import assumed_sizes, caches, random_streams, same_samples
+from smp.tensor_parallel.rows.assumed_sizes import Everyones
+from smp.tensor_parallel.splits import inside_regions
 
 REGION = "_smp_region"  # in a module's __dict__: its Region
 
@@ -434,13 +427,13 @@ def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str,
         arguments = _arguments(path, tensors, everyones)
         return _gather_all(region, given, flat, arguments, signature)
 
-    if assumed.is_possible(hidden):
-        sizes = assumed.everyones(region, mine)
-        with contextlib.suppress(assumed.Unlike):
-            return gathered(sizes, assumed.signature(sizes))
+    if assumed_sizes.is_possible(hidden):
+        sizes = assumed_sizes.everyones(region, mine)
+        with contextlib.suppress(assumed_sizes.Unlike):
+            return gathered(sizes, assumed_sizes.signature(sizes))
     sizes = tuple(tuple(words) for words in group.gather_numbers([*mine], hidden.device))
     out = gathered(sizes, 0)
-    assumed.remember(region, mine, sizes)
+    assumed_sizes.remember(region, mine, sizes)
     return out
 
 

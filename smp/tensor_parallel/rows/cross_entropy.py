@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smp.slicing.slices import Slices
-from smp.tensor_parallel import group, kernels, primitives
-from smp.tensor_parallel.kernels import Statistics
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.rows import kernels
+from smp.tensor_parallel.rows.kernels import Statistics
 
 
 def split_head_losses(

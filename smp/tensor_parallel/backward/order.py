@@ -25,7 +25,7 @@ A module makes collectives in an autograd function::
 
 Outside a step, while a model is traced, and without a pipeline, the order is the program's and
 a collective is simply made.  Over ``smddp`` the collective then sends its key
-(``smp.tensor_parallel.keys``): ranks in different modules hear of it.
+(``smp.tensor_parallel.backward.keys``): ranks in different modules hear of it.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ from smp import _core, ranks
 from smp.collectives.objects import refuse_if_forked
 from smp.collectives.process_group import ProcessGroup
 from smp.runtime import runtime
-from smp.tensor_parallel import keys, step_end
+from smp.tensor_parallel.backward import keys, step_end
 
 _LOOK_S = 0.1  # between two looks for signals
 _HEAR_S = 1.0  # for word of a failure known to another rank

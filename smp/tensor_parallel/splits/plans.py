@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from smp.tensor_parallel.linears import cut_inputs, cut_outputs
-from smp.tensor_parallel.regions import Region, make_holder, make_region
+from smp.tensor_parallel.rows.linears import cut_inputs, cut_outputs
+from smp.tensor_parallel.rows.regions import Region, make_holder, make_region
 
 
 def attention(

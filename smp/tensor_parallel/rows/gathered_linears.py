@@ -17,9 +17,9 @@ from torch.autograd import Function
 
 from smp.runtime.chain import linked, new_token
 from smp.tensor_parallel import group, primitives
-from smp.tensor_parallel.autocast import computed_in
-from smp.tensor_parallel.second_derivatives import refused, refused_of_values
-from smp.tensor_parallel.unused import defined, keep_shape
+from smp.tensor_parallel.backward.unused_collectives import defined, keep_shape
+from smp.tensor_parallel.rows.autocast import computed_in
+from smp.tensor_parallel.rows.second_derivatives import refused, refused_of_values
 
 
 def gathered_linears(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from smp import _core
 from smp.slicing.split_parameters import SplitParameter
-from smp.tensor_parallel import gpu_kernels
-from smp.tensor_parallel.second_derivatives import refused, refused_of_values
+from smp.tensor_parallel.rows import gpu_kernels
+from smp.tensor_parallel.rows.second_derivatives import refused, refused_of_values
 
 _HALF = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, *_HALF)

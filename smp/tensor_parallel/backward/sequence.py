@@ -15,7 +15,7 @@ from smp import _core, ranks
 from smp.collectives import objects
 from smp.collectives.process_group import ProcessGroup
 from smp.ranks import CommGroup
-from smp.tensor_parallel import order
+from smp.tensor_parallel.backward import order
 
 _FAILED = "the end of a step that failed"
 
