@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import smp
-from smp.tensor_parallel import order
+from smp.tensor_parallel.backward import order
 from table import machine, timed
 
 MODULES = 8

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from smp import _core
-from smp.tensor_parallel import kernels
-from smp.tensor_parallel.kernels import Dropout
+from smp.tensor_parallel.rows import kernels
+from smp.tensor_parallel.rows.kernels import Dropout
 from table import alternate, machine, timed
 
 P = 0.1

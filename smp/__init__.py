@@ -12,16 +12,8 @@ if _find_spec("smp._core") is None:
 
 from smp import amp, nn, optimizers
 from smp._version import __version__
-from smp.compat import script_names as utils
-from smp.data_parallel.group import ReplicasDiffer
-from smp.distributed_optimizer import DistributedOptimizer
-from smp.execution.first_step import PartitionMismatch
-from smp.execution.microbatches import StepOutput
-from smp.execution.steps import is_tracing, step
-from smp.job.comm_report import comm_report
-from smp.job.config import ConfigError
-from smp.job.initialization import init, is_initialized, reset, shutdown
-from smp.job.objects import (
+from smp.checkpointing.activation_checkpointing import set_activation_checkpointing
+from smp.collectives.objects import (
     allgather,
     barrier,
     broadcast,
@@ -33,14 +25,19 @@ from smp.job.objects import (
     send,
     tp_barrier,
 )
-from smp.job.together import CallMismatch
+from smp.compat import script_names as utils
+from smp.data_parallel.group import ReplicasDiffer
+from smp.distributed_optimizer import DistributedOptimizer
+from smp.execution.first_step import PartitionMismatch
+from smp.execution.model_creation import model_creation
+from smp.execution.planning import plan
+from smp.execution.steps import is_tracing, step
+from smp.job.collective_calls import CallMismatch
+from smp.job.config import ConfigError
 from smp.model import DistributedModel, clip_grad_norm_
-from smp.modules.activation_checkpointing import set_activation_checkpointing
 from smp.modules.delayed_init import delay_param_initialization
-from smp.modules.homes import empty_cache
-from smp.modules.model_creation import model_creation
-from smp.partitioning.partition import PartitionError, partition, set_partition
-from smp.partitioning.planning import plan
+from smp.modules.device_placement import empty_cache
+from smp.modules.pins import PartitionError, partition, set_partition
 from smp.partitioning.report import PartitionReport
 from smp.ranks import (
     DP_GROUP,
@@ -85,9 +82,12 @@ from smp.ranks import (
     tp_rank,
     tp_size,
 )
+from smp.runtime.microbatches import StepOutput
 from smp.saving.checkpoints import resume_from_checkpoint, save_checkpoint
 from smp.saving.saved_files import CheckpointError, load, save
+from smp.start.comm_report import comm_report
+from smp.start.initialization import init, is_initialized, reset, shutdown
 from smp.state_mod import core, state
-from smp.tensor_parallel.marking import set_tensor_parallelism, tensor_parallelism
-from smp.tensor_parallel.replacement import tp_register, tp_register_with_module
+from smp.tensor_parallel.splits.marking import set_tensor_parallelism, tensor_parallelism
+from smp.tensor_parallel.splits.replacement import tp_register, tp_register_with_module
 from smp.timeline.timeline import save_trace

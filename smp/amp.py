@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from smp.job.objects import refuse_if_forked
+from smp.collectives.objects import refuse_if_forked
 from smp.state_mod import state
-from smp.tensor_parallel.norms import shared_parameters
+from smp.tensor_parallel.backward.norms import shared_parameters
 
 
 class GradScaler(torch.amp.GradScaler):

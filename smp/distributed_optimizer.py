@@ -5,12 +5,14 @@ from typing import Any
 import torch
 
 from smp import ranks
-from smp.execution import runtime
 from smp.optimizers import clip_by_the_models_norm
+from smp.runtime import runtime
 from smp.saving import optimizer_state
+from smp.slicing.slices import slices_of, whole_shape
 from smp.state_mod import state
-from smp.tensor_parallel import group, optimizer_trial, replaced
-from smp.tensor_parallel.slices import slices_of, whole_shape
+from smp.tensor_parallel import group
+from smp.tensor_parallel.backward import optimizer_trial
+from smp.tensor_parallel.splits import replaced_parameters
 
 _OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params"}
 
@@ -133,7 +135,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state.is_initialized and ranks.pp_size() > 1:
             _refuse(optimizer)
         _refuse_norms_of_slices(optimizer, optimizer.param_groups)
-        replaced.refuse(optimizer.param_groups)
+        replaced_parameters.refuse(optimizer.param_groups)
         _cut_state(optimizer)
         # Not super().__init__(): the groups and the state are the wrapped optimizer's.
         self.__dict__["optimizer"] = optimizer
@@ -209,7 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
         try:
             _refuse_norms_of_slices(self.optimizer, self.optimizer.param_groups[-1:])
-            replaced.refuse(self.optimizer.param_groups[-1:])
+            replaced_parameters.refuse(self.optimizer.param_groups[-1:])
         except (NotImplementedError, ValueError):
             self.optimizer.param_groups.pop()
             raise

@@ -16,53 +16,48 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from smp import _core, ranks
+from smp.checkpointing import activation_checkpointing
 from smp.data_parallel.data_parallel import DataParallel
-from smp.execution import microbatches, runtime
-from smp.execution.compiled_code import not_traced
 from smp.modules import (
     conversion,
     delayed_init,
-    forward_attributes,
-    homes,
+    device_placement,
     inner_module,
     late_hooks,
     late_modules,
+    live_models,
     microbatch_attributes,
     remote_modules,
     stand_ins,
-    sync_batch_norm,
 )
+from smp.modules.gates import Turns
 from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
-from smp.partitioning.turns import Turns
+from smp.pytorch.compiled_code import not_traced
+from smp.runtime import chain, forward_attributes, microbatches, runtime, sync_batch_norm
 from smp.saving import state_dicts
-from smp.state_mod import state
-from smp.tensor_parallel import (
-    chain,
-    gradients,
-    group,
-    in_place,
-    kept_marks,
-    marking,
-    random_streams,
-    replaced,
-)
-from smp.tensor_parallel.counterparts import Counterparts, counterparts, shapes_of
-from smp.tensor_parallel.script_uses import gathers_of
-from smp.tensor_parallel.slices import (
+from smp.slicing import parameter_marks
+from smp.slicing.slices import (
     is_of_split_model,
     is_scaled_batch,
     mark_model,
     slices_of,
     whole_shape,
 )
+from smp.state_mod import state
+from smp.tensor_parallel import group
+from smp.tensor_parallel.backward import gradients
+from smp.tensor_parallel.rows import random_streams
+from smp.tensor_parallel.script_uses import gathers_of
+from smp.tensor_parallel.splits import in_place, marking, replaced_parameters
+from smp.tensor_parallel.splits.counterparts import Counterparts, counterparts, shapes_of
 
 if TYPE_CHECKING:
-    from smp.execution.first_step import ForwardState
     from smp.partitioning.report import PartitionReport
+    from smp.runtime.forward_attributes import ForwardState
 
 
-class DistributedModel(nn.Module):
+class DistributedModel(live_models.LiveModel):
     """Wraps a module, to run its parts on the ranks of the PP_GROUP.
 
     It shares the module's parameters, buffers and children, so names are those of the
@@ -148,11 +143,11 @@ class DistributedModel(nn.Module):
         self._smp_deferred_loads: list[tuple] = []
         rt = self._smp_runtime
         if rt.home is None and rt.cfg.device == "auto":
-            rt.home = homes.home_of(module, rt.boot.local_rank)
+            rt.home = device_placement.home_of(module, rt.boot.local_rank)
         if rt.pp_size == 1:
             delayed_init.materialize(module, lambda name: True, lambda path: True)
             if rt.home is not None:
-                homes.move(module, rt.home)
+                device_placement.move(module, rt.home)
         # The outcomes of tensor parallelism's splits of modules.
         self._smp_split: list[in_place.Outcome] = []
         self._smp_counterparts: Counterparts | None = None
@@ -182,10 +177,10 @@ class DistributedModel(nn.Module):
 
     def _smp_split_over_the_tp_group(self) -> None:
         plain = shapes_of(self._smp_module)
-        module, self._smp_split = in_place.split(self._smp_module)
+        module, self._smp_split = activation_checkpointing.split_in_place(self._smp_module)
         self._smp_counterparts = counterparts(module, plain)
         if state.optimizer is not None:
-            replaced.refuse(state.optimizer.param_groups)
+            replaced_parameters.refuse(state.optimizer.param_groups)
         if module is not self._smp_module:
             self._smp_wrap(module)
         if group.size() == 1:
@@ -198,7 +193,7 @@ class DistributedModel(nn.Module):
                 stacklevel=4,
             )
         mark_model(self._smp_module)
-        kept_marks.keep_from_now()
+        parameter_marks.keep_from_now()
         late_modules.refuse_from_now(self._smp_module, is_split=True)
         self._smp_scale_gradients()
 
@@ -474,7 +469,7 @@ class DistributedModel(nn.Module):
         late_hooks.notice_from_now(self._smp_module, gates[-1], rt.pp_rank == 0)
         self._smp_decision = partition
         if rt.home is not None:
-            homes.move(self._smp_module, rt.home, set(self.local_modules()))
+            device_placement.move(self._smp_module, rt.home, set(self.local_modules()))
 
     def _smp_make_gates(self, turns: Turns) -> list[int]:
         """The numbers in this job of the model's gates, and of one more.
@@ -756,13 +751,13 @@ def _sum_of_layouts(total: Tensor, term: Tensor) -> Tensor:
     return term + total if total.is_sparse else total + term
 
 
-def install_gradients(rt: runtime.Runtime, models: list[DistributedModel]) -> None:
+def install_gradients(rt: runtime.Runtime, models: list[live_models.LiveModel]) -> None:
     """Tell the core of the local parameters with gradients from each entry."""
     # Models may share some.
     everyone = {id(p): p for m in models for p in m.local_parameters()}
     local = [p for p in everyone.values() if p.requires_grad]
     for parameter in local:
-        kept_marks.attach_hooks(parameter)  # the core adds its own
+        parameter_marks.attach_hooks(parameter)  # the core adds its own
     number = {id(p): i for i, p in enumerate(local)}
     first = array("i", [0])
     uses = array("i")
@@ -787,6 +782,6 @@ def clip_grad_norm_(model: DistributedModel, max_norm: float, norm_type: float =
     return model.clip_grad_norm_(max_norm, norm_type)
 
 
-def requires_grad_flags(models: list[DistributedModel]) -> bytes:
+def requires_grad_flags(models: list[live_models.LiveModel]) -> bytes:
     """One byte a parameter: whether it requires grad now."""
     return bytes(p.requires_grad for m in models for p in m._smp_module.parameters())

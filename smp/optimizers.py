@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp import ranks
-from smp.job.objects import refuse_if_forked
+from smp.collectives.objects import refuse_if_forked
+from smp.slicing.slices import slices_of
 from smp.state_mod import state
-from smp.tensor_parallel.slices import slices_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]]
 

@@ -9,13 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from smp.job.together import Calls
+from smp.job.collective_calls import Calls
 
 if TYPE_CHECKING:
     from smp.job.bootstrap import Bootstrap
     from smp.job.config import Config
-    from smp.job.placement import Placement
-    from smp.job.torch_process_groups import Groups
+    from smp.job.placement import Groups, Placement
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import nn
 
 import smp
 from smp import _core, execution
-from smp.execution import staging
+from smp.pytorch import staging
 from tests import accelerator
 from tests.devices import DEVICES, SEVERAL, use
 from tests.ranks import on_ranks
@@ -316,7 +316,7 @@ def test_host_memory_goes_back_when_the_device_has_read_it(device):
     for _ in range(3):
         step(model, torch.randn(64, WIDTH).to(on))
     smp.barrier()
-    smp.execution.runtime.current.staging.end()
+    smp.runtime.runtime.current.staging.end()
     smp.barrier()
 
     assert _core.counters()["pool_blocks"] > 0

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import smp
 from smp.data_parallel.buckets import MEGABYTE, Bucket, Memory, make_buckets
 from smp.data_parallel.group import Holders, Layout, Replicas, ReplicasDiffer
-from smp.tensor_parallel.slices import Slices, mark
+from smp.slicing.slices import Slices, mark
 from tests.ranks import on_ranks
 from tests.test_data_parallel import BACKENDS, averaged, local_gradients
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import smp
-from smp.modules import changes
+from smp.modules import travelling_changes
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, gradients
 
@@ -467,7 +467,7 @@ def test_what_the_code_of_a_request_sets_outlives_the_changes_that_it_brought():
     module = nn.Linear(2, 2)
     module.kept, module.changed = 1, 1
     brought = ((module, "kept", 2), (module, "changed", 2), (module, "new", 2))
-    with changes.made(brought):
+    with travelling_changes.made(brought):
         assert (module.kept, module.changed, module.new) == (2, 2, 2)
         module.changed = 3
     assert (module.kept, module.changed, hasattr(module, "new")) == (1, 3, False)
@@ -487,16 +487,18 @@ class SetsOnItsChild(nn.Module):
 def task(monkeypatch):
     """What says which microbatch's task runs here; None: the script does."""
     now: list[int | None] = [None]
-    monkeypatch.setattr(changes, "_core", types.SimpleNamespace(current=lambda: now[0]))
-    changes.forget()
+    monkeypatch.setattr(
+        travelling_changes, "_core", types.SimpleNamespace(current=lambda: now[0])
+    )
+    travelling_changes.forget()
     yield lambda microbatch: now.__setitem__(0, microbatch)
-    changes.forget()
+    travelling_changes.forget()
 
 
 def sets(module: nn.Module | nn.Parameter, name: str, value: object) -> None:
     before = getattr(module, name, None)
     setattr(module, name, value)
-    changes.note(module, name, value, before)
+    travelling_changes.note(module, name, value, before)
 
 
 def test_what_travels_is_the_microbatchs_own_before_what_others_have_left(task):
@@ -504,17 +506,23 @@ def test_what_travels_is_the_microbatchs_own_before_what_others_have_left(task):
     task(1)
     sets(module, "scale", 5)
     task(0)
-    assert changes.travelling() == () and not changes.noted(module, "scale")
+    assert travelling_changes.travelling() == () and not travelling_changes.noted(
+        module, "scale"
+    )
     sets(module, "scale", 4)
-    assert changes.travelling() == ((module, "scale", 4),) and changes.noted(module, "scale")
-    changes.finish()  # the last microbatch's counts, whichever was set last here
+    assert travelling_changes.travelling() == (
+        (module, "scale", 4),
+    ) and travelling_changes.noted(module, "scale")
+    travelling_changes.finish()  # the last microbatch's counts, whichever was set last here
     task(2)
-    assert changes.travelling() == ((module, "scale", 5),) and changes.noted(module, "scale")
+    assert travelling_changes.travelling() == (
+        (module, "scale", 5),
+    ) and travelling_changes.noted(module, "scale")
     sets(module, "scale", 4)  # as it is here
-    assert changes.travelling() == ((module, "scale", 4),)
-    changes.returned(2)
-    assert changes.told() == ((module, "scale", 4),)
-    assert changes.told() == changes.travelling() == ()
+    assert travelling_changes.travelling() == ((module, "scale", 4),)
+    travelling_changes.returned(2)
+    assert travelling_changes.told() == ((module, "scale", 4),)
+    assert travelling_changes.told() == travelling_changes.travelling() == ()
 
 
 def test_what_can_change_is_ones_own_until_it_goes_with_a_call(task):
@@ -523,17 +531,23 @@ def test_what_can_change_is_ones_own_until_it_goes_with_a_call(task):
     task(0)
     sets(module, "cache", [])
     sets(module, "scale", 2)
-    assert changes.noted(module, "cache") and changes.noted(module, "scale")
-    changes.travelling()
-    assert not changes.noted(module, "cache") and changes.noted(module, "scale")
+    assert travelling_changes.noted(module, "cache") and travelling_changes.noted(
+        module, "scale"
+    )
+    travelling_changes.travelling()
+    assert not travelling_changes.noted(module, "cache") and travelling_changes.noted(
+        module, "scale"
+    )
     sets(module, "cache", [])
-    assert changes.noted(module, "cache")
-    changes.returned(0)
+    assert travelling_changes.noted(module, "cache")
+    travelling_changes.returned(0)
     task(1)
-    assert not changes.noted(module, "cache") and changes.noted(module, "scale")
+    assert not travelling_changes.noted(module, "cache") and travelling_changes.noted(
+        module, "scale"
+    )
     task(None)
     sets(module, "scale", 3)  # by the script, on all ranks
-    assert changes.told() == ((module, "cache", []),)
+    assert travelling_changes.told() == ((module, "cache", []),)
 
 
 def test_of_models_that_are_gone_nothing_is_kept(task):
@@ -543,9 +557,12 @@ def test_of_models_that_are_gone_nothing_is_kept(task):
         sets(module, "scale", 2)
         sets(module.weight, "requires_grad", False)
     sets(here, "output", torch.ones(1))  # of a graph
-    changes.finish()
-    changes.forget_others([nn.Sequential(here)])
-    assert changes.told() == ((here, "scale", 2), (here.weight, "requires_grad", False))
+    travelling_changes.finish()
+    travelling_changes.forget_others([nn.Sequential(here)])
+    assert travelling_changes.told() == (
+        (here, "scale", 2),
+        (here.weight, "requires_grad", False),
+    )
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GPT2Config
 
 import smp
-from smp.job import objects
+from smp.collectives import objects
 from smp.saving import folder_lock, saved_files
 from tests.models.trained import (
     OPTIMIZERS,

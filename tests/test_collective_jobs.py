@@ -222,7 +222,7 @@ SECRET = """
 import sys
 import torch, torch.distributed as dist
 import smdistributed.dataparallel.torch.torch_smddp
-from smp.job import bootstrap, transports
+from smp.job import (bootstrap, transports)
 
 told, stored, tokens = transports.job_secret, [], []
 gather = bootstrap.OverStore.allgather_bytes
@@ -436,7 +436,7 @@ def test_ctrl_c_ends_the_wait_for_ranks_that_do_not_connect(tmp_path):
 import os, signal, threading
 from datetime import timedelta
 import torch.distributed as dist
-from smp.job import bootstrap
+from smp.job import (bootstrap)
 store = dist.HashStore()
 waits = threading.Event()
 wait = bootstrap.OverStore._wait

@@ -1,5 +1,5 @@
-"""Spec: smp/tensor_parallel/keys.py: tp_ranks that are in different modules of equal sizes hear
-of both, in the forward and in the backward."""
+"""Spec: smp/tensor_parallel/backward/keys.py: tp_ranks that are in different modules of equal
+sizes hear of both, in the forward and in the backward."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import smp
 from smp import _core
-from smp.tensor_parallel import keys, order, step_end
+from smp.tensor_parallel.backward import keys, order, step_end
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, split_over_all_ranks
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.tensor_parallel import order
+from smp.tensor_parallel.backward import order
 from tests.ranks import SEEDS, on_ranks
 
 WIDTH = 3

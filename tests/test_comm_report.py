@@ -4,8 +4,8 @@ import pytest
 
 from smp.collectives.backend import _in_words
 from smp.collectives.ranks import GroupUse, PeerUse, PoolUse, Ranks
-from smp.job.comm_report import CommReport, Peer
-from smp.job.together import CallMismatch, Calls
+from smp.job.collective_calls import CallMismatch, Calls
+from smp.start.comm_report import CommReport, Peer
 
 MIB = 1 << 20
 HOST = GroupUse("WORLD", (0, 1, 2), 7, 3 * MIB, "shared memory", (), 0, 0)

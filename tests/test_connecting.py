@@ -30,7 +30,7 @@ import smp
 import smdistributed.dataparallel.torch.torch_smddp
 from smp import _core
 from smp.collectives import ranks
-from smp.execution import runtime
+from smp.runtime import runtime
 
 kind, sender = sys.argv[1], int(sys.argv[2])
 sent = getattr(signal, sys.argv[3])
@@ -206,7 +206,7 @@ import os, signal, sys, threading
 import torch.distributed as dist
 import smp
 import smdistributed.dataparallel.torch.torch_smddp
-from smp.job import bootstrap
+from smp.job import (bootstrap)
 waits = threading.Event()
 def told(wait):
     def waiting(self, *args):

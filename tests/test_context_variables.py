@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from smp.execution import context_variables, left_behind
-from smp.execution.context_variables import Collected, Kept
+from smp.pytorch import call_warnings, context_variables
+from smp.pytorch.context_variables import Collected, Kept
 
 noted: ContextVar = ContextVar("noted")
 
@@ -155,7 +155,7 @@ def test_what_does_not_travel_is_a_warning_with_the_variables_name():
     nowhere: ContextVar = ContextVar("nowhere to be found")
     with pytest.warns(UserWarning, match="'nowhere to be found' is no global of a module"):
         assert collected_in_a_step(nowhere, None, []) is None
-    left_behind.forget()
+    call_warnings.forget()
     told = "the context variable 'noted' was set in the step, and module 'far', on another rank"
     with pytest.warns(UserWarning, match=re.escape(told)):
         assert collected_in_a_step(noted, None, 3) is None
@@ -168,7 +168,7 @@ def test_variables_of_torch_itself_are_not_spoken_of(monkeypatch):
     named: ContextVar = ContextVar("torch.mode")
     monkeypatch.setattr(holder, "named", named, raising=False)
     nowhere: ContextVar = ContextVar("nowhere either")
-    left_behind.forget()
+    call_warnings.forget()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for variable in (of_torch, named, nowhere):

@@ -8,7 +8,7 @@ from torch import nn
 
 import smp
 from smp.modules.delayed_init import is_delayed, materialize, value_of
-from smp.tensor_parallel import marking
+from smp.tensor_parallel.splits import marking
 from tests.models.real import REAL
 from tests.models.trained import assert_same, batch_of, init, make_model, rank_of, train_step
 from tests.ranks import call_on_ranks, on_ranks

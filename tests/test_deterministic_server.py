@@ -15,7 +15,7 @@ from torch.distributed import _functional_collectives as functional
 
 import smp
 from smp import _core
-from smp.execution import sequence
+from smp.tensor_parallel.backward import sequence
 from tests.ranks import SEEDS, on_ranks
 
 WIDTH = 3

@@ -11,7 +11,7 @@ from torch import nn
 
 import smp
 from smp.execution.first_step import PartitionMismatch
-from smp.job.together import CallMismatch
+from smp.job.collective_calls import CallMismatch
 from smp.partitioning.partition import Partition
 from tests.ranks import mpirun, on_ranks
 

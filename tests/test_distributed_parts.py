@@ -12,8 +12,8 @@ import smp
 from smp import ranks
 from smp.nn import utils as blocks
 from smp.nn import vocabulary_parallel_cross_entropy
+from smp.slicing.slices import is_scaled_batch, slices_of
 from smp.tensor_parallel import group
-from smp.tensor_parallel.slices import is_scaled_batch, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, split_over_all_ranks
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn.transformer.split_parts import PartOfSum
-from smp.tensor_parallel import group, kernels, primitives, same_samples
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.rows import kernels, same_samples
 from tests.ranks import on_ranks
 from tests.reference import transformer as plain
 from tests.reference.whole_job import Batch, WholeJob, assert_near, split_over_all_ranks

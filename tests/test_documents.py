@@ -184,7 +184,7 @@ from torch import nn
 self, Decoder = types.SimpleNamespace(), lambda: nn.Linear(6, 3)
 """,
         """
-from smp.partitioning.partition import pin_of
+from smp.modules.pins import pin_of
 assert pin_of(model.transformer.h[11]) == 0 and pin_of(self.decoder) == 1
 """,
     ),

@@ -12,8 +12,10 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.execution import failures, first_step, pickling, runtime, staging
-from smp.tensor_parallel.step_end import PeerFailed
+from smp.execution import first_step
+from smp.pytorch import pickling, staging
+from smp.runtime import failures, runtime
+from smp.tensor_parallel.backward.step_end import PeerFailed
 from tests.ranks import on_ranks
 
 MIB = 1 << 20

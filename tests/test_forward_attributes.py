@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import smp
-from smp.modules import forward_attributes, microbatch_attributes, remote_modules, stand_ins
-from smp.partitioning import contents
+from smp.modules import microbatch_attributes, remote_modules, stand_ins
+from smp.pytorch import contents
+from smp.runtime import forward_attributes
 from tests.ranks import on_ranks
 
 

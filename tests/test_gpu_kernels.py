@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from smp import _core
-from smp.tensor_parallel import gpu_kernels, kernels
+from smp.tensor_parallel.rows import gpu_kernels, kernels
 from tests import accelerator
 from tests.ranks import on_ranks
 

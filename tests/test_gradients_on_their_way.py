@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp.data_parallel import reduction
-from smp.execution import runtime
+from smp.runtime import runtime
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, assert_same_bits
 from tests.test_data_parallel import averaged, batch_of, local_gradients, mean_loss

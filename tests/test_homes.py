@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smp
-from smp.modules import homes
+from smp.modules import device_placement
 from tests.devices import DEVICES, use
 from tests.ranks import on_ranks
 
@@ -276,7 +276,10 @@ def test_the_device_that_a_script_has_chosen_is_its_home(device):
 def test_how_torch_converts_modules_is_after_a_move_as_it_was(swaps):
     torch.__future__.set_swap_module_params_on_conversion(swaps)
     try:
-        with pytest.raises(ArithmeticError), homes.keeping_parameters(torch.device("meta")):
+        with (
+            pytest.raises(ArithmeticError),
+            device_placement.keeping_parameters(torch.device("meta")),
+        ):
             assert torch.__future__.get_swap_module_params_on_conversion()
             raise ArithmeticError
         assert torch.__future__.get_swap_module_params_on_conversion() is swaps

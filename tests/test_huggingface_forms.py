@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn.huggingface.translation import Translation, part
-from smp.tensor_parallel import replacement
+from smp.tensor_parallel.splits import replacement
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, split_over_all_ranks
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn.huggingface.gpt2 import get_hf_gpt2_transformer_layer_hooks
-from smp.tensor_parallel import replacement
+from smp.tensor_parallel.splits import replacement
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, split_over_all_ranks
 from tests.test_huggingface_forms import FAMILIES, family, gpt2, loss_of, texts

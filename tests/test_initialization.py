@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import smp
 from smp import _core
-from smp.collectives import shared_gpus
-from smp.job import bootstrap, config, torch_process_groups
+from smp.collectives import shared_gpus, torch_process_groups
+from smp.job import bootstrap, config
 from smp.job.placement import Placement
 from tests.ranks import (
     job,
@@ -57,7 +57,7 @@ def test_a_launcher_that_does_not_say_so_starts_as_many_ranks_as_mpi_sees(tmp_pa
         """
 import os
 import smp
-from smp.job import bootstrap
+from smp.job import (bootstrap)
 
 for name in bootstrap.MPI_SIZES:
     os.environ.pop(name, None)
@@ -742,7 +742,7 @@ def test_a_lone_rank_s_other_exceptions_are_python_s(tmp_path):
 
 
 END_WHEN_BOTH_HAVE_TOLD = """
-from smp.job import job_end
+from smp.job import (job_end)
 def end(*given, end=job_end.end_all_ranks):
     (folder / f"told {smp.rank()}").touch()
     while len(list(folder.glob("told *"))) < 2:

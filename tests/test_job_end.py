@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from smp.job import initialization, job_end
+from smp.job import job_end
 from smp.job.bootstrap import OverMPI
 from smp.job.config import ConfigError
 from smp.job.job_end import Watch
+from smp.start import initialization
 
 
 class Ended(BaseException):

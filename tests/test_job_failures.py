@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from smp.job import bootstrap, objects
+from smp.collectives import objects
+from smp.job import bootstrap
 from smp.job.job_end import took_part
 from tests.ranks import mpirun, wait_until_gone
 from tests.test_connecting import stale
@@ -325,7 +326,7 @@ def test_who_saves_hears_which_rank_has_died(kind, backend, tmp_path):
 ENDS_AFTER_A_DEATH = """
 import os, select, signal, sys
 import smp
-from smp.job import bootstrap
+from smp.job import (bootstrap)
 
 bootstrap.END_AFTER_DEATH_S = 0.1
 smp.init({"pipeline_parallel_degree": int(sys.argv[1])})

@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from smp.collectives import launch, ranks
-from smp.job import addresses, bootstrap, initialization, transports
+from smp.job import addresses, bootstrap, transports
 from smp.job.config import ConfigError
+from smp.start import initialization
 
 
 @pytest.fixture(autouse=True)

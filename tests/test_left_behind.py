@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import smp
-from smp.execution import left_behind
+from smp.pytorch import call_warnings
 from tests.ranks import on_ranks
 
 variable: contextvars.ContextVar = contextvars.ContextVar("of_the_model")
@@ -211,18 +211,18 @@ def words(*paths):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for path in paths:
-            left_behind.warn_of_tensor(path, tagged(torch.ones(1)))
-            left_behind.warn_of_tensor(path, noted(torch.ones(1)))
-            left_behind.warn_of_attribute(path, "count", f"count of {path}")
-            left_behind.warn_of_attribute(path, "sum", f"sum of {path}")
-            left_behind.warn_of_hook(path, returned=False)
-            left_behind.warn_of_hook(path, returned=True)
-            left_behind.warn_of_variable(path, "mine")
+            call_warnings.warn_of_tensor(path, tagged(torch.ones(1)))
+            call_warnings.warn_of_tensor(path, noted(torch.ones(1)))
+            call_warnings.warn_of_attribute(path, "count", f"count of {path}")
+            call_warnings.warn_of_attribute(path, "sum", f"sum of {path}")
+            call_warnings.warn_of_hook(path, returned=False)
+            call_warnings.warn_of_hook(path, returned=True)
+            call_warnings.warn_of_variable(path, "mine")
     return [str(w.message) for w in caught]
 
 
 def test_what_stays_behind_is_said_once_for_each_module_and_a_variable_once_in_a_job():
-    left_behind.forget()
+    call_warnings.forget()
     first = words("near", "far", "near")
 
     assert [re.findall("near|far", text) for text in first] == [["near"]] * 7 + [["far"]] * 6
@@ -230,9 +230,9 @@ def test_what_stays_behind_is_said_once_for_each_module_and_a_variable_once_in_a
     assert first[9:11] == ["smp: count of far", "smp: sum of far"]
     assert "on an argument that came" in first[11] and "on a tensor that it" in first[12]
     assert words("near", "far") == []
-    left_behind.forget()  # as smp.init does
+    call_warnings.forget()  # as smp.init does
     assert words("near", "far") == first
-    left_behind.forget()
+    call_warnings.forget()
 
 
 def test_what_torch_itself_notes_on_a_tensor_is_not_spoken_of():
@@ -241,4 +241,4 @@ def test_what_torch_itself_notes_on_a_tensor_is_not_spoken_of():
     buffer._private = 1  # nor what looks like a library's own
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        left_behind.warn_of_tensor("far", buffer)
+        call_warnings.warn_of_tensor("far", buffer)

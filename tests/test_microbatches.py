@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.execution.microbatches import (
+from smp.runtime.microbatches import (
     Splitter,
     StepOutput,
     cut,

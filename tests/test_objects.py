@@ -18,8 +18,9 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.job import bootstrap, objects, together
-from smp.job.objects import Parcel, Spec
+from smp.collectives import objects
+from smp.collectives.objects import Parcel, Spec
+from smp.job import bootstrap, collective_calls
 from tests.ranks import mpirun, on_ranks
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -580,7 +581,9 @@ class Sent:
 def test_who_leaves_a_call_tells_those_that_may_wait_for_it(error, monkeypatch):
     """Rank 1 of four, which has sent to rank 3; what nobody takes keeps its memory."""
     job = SimpleNamespace(
-        boot=SimpleNamespace(rank=1), groups={"world": [0, 1, 2, 3]}, calls=together.Calls()
+        boot=SimpleNamespace(rank=1),
+        groups={"world": [0, 1, 2, 3]},
+        calls=collective_calls.Calls(),
     )
     posted, waited, unmatched = [], [], []
 
@@ -598,7 +601,7 @@ def test_who_leaves_a_call_tells_those_that_may_wait_for_it(error, monkeypatch):
     call.post(3, objects.NOTHING)
     raised = {
         None: None,
-        "mismatch": together.CallMismatch("x"),
+        "mismatch": collective_calls.CallMismatch("x"),
         "lost": objects.PeerLost("smp.barrier()", 2),
         "another": KeyboardInterrupt(),
     }[error]
@@ -617,7 +620,7 @@ def test_who_leaves_a_call_tells_those_that_may_wait_for_it(error, monkeypatch):
 
 def test_what_another_rank_is_lost_for_is_told_as_ones_own(monkeypatch):
     job = SimpleNamespace(
-        boot=SimpleNamespace(rank=1), groups={"world": [0, 1]}, calls=together.Calls()
+        boot=SimpleNamespace(rank=1), groups={"world": [0, 1]}, calls=collective_calls.Calls()
     )
     call = objects._Together(job, "smp.barrier", smp.WORLD, "smp.barrier()")
     lost = replace(objects.NOTHING, call=call.call, lost=7)

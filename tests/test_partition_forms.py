@@ -12,16 +12,8 @@ from torch import nn
 import smp
 from smp import _core, plan
 from smp.modules import creation
-from smp.partitioning.partition import (
-    Partition,
-    PartitionError,
-    _FlatModel,
-    hand_on_pin,
-    keep_together,
-    make_partition,
-    pin_of,
-    set_partition,
-)
+from smp.modules.pins import PartitionError, hand_on_pin, keep_together, pin_of, set_partition
+from smp.partitioning.partition import Partition, _FlatModel, make_partition
 from smp.partitioning.shared import Home
 from smp.partitioning.tracing import trace
 from smp.partitioning.tree import in_bytes, readable

@@ -12,7 +12,8 @@ from torch import nn
 
 import smp.partitioning
 from smp import _core
-from smp.partitioning.partition import Partition, PartitionError, make_partition, set_partition
+from smp.modules.pins import PartitionError, set_partition
+from smp.partitioning.partition import Partition, make_partition
 from smp.partitioning.tracing import trace
 from tests.ranks import on_ranks
 from tests.reference import partition as reference

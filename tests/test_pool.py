@@ -12,8 +12,8 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.execution import pool
 from smp.partitioning.tracing import trace
+from smp.runtime import pool
 from tests.ranks import on_ranks
 
 WIDTH = 1024

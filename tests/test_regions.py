@@ -1,5 +1,5 @@
-"""Spec: smp/tensor_parallel/regions.py: what a region has gathered is known in its call alone,
-and where a part of that is computed again; masks of any form on each rank."""
+"""Spec: smp/tensor_parallel/rows/regions.py: what a region has gathered is known in its call
+alone, and where a part of that is computed again; masks of any form on each rank."""
 
 import copy
 import itertools

@@ -9,7 +9,8 @@ from torch import nn
 
 import smp
 from smp import plan
-from smp.partitioning.partition import Partition, set_partition
+from smp.modules.pins import set_partition
+from smp.partitioning.partition import Partition
 from smp.partitioning.picture import colour
 from tests.ranks import on_ranks
 

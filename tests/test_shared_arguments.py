@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smp
-from smp.execution.shared_memory import share_elements
+from smp.pytorch.shared_memory import share_elements
 from tests.ranks import on_ranks
 
 BYTES = 96

@@ -111,6 +111,18 @@ MAY_INCLUDE: dict[str, set[str]] = {
 }
 
 
+# The rooms of smp, folders and single files, from bottom to top.  A file imports its own room's
+# files and those of rooms before it, for typing and within functions, too.  `smp/__init__.py`
+# and the command line stand above all.
+ROOMS = (
+    "_version", "torch_versions", "not_built", "pytorch", "job", "state_mod", "ranks",
+    "collectives", "slicing", "optimizers", "modules", "partitioning", "runtime",
+    "tensor_parallel", "checkpointing", "data_parallel", "saving", "amp",
+    "distributed_optimizer", "model", "execution", "nn", "start", "timeline", "compat",
+)  # fmt: skip
+ABOVE_ALL = {"__init__", "__main__", "self_test"}
+
+
 def files(*suffixes: str, under: list[str] = OURS) -> Iterator[tuple[Path, str]]:
     """Our files with one of these suffixes, and their text; what is built is left out."""
     for folder in under:
@@ -155,6 +167,27 @@ def test_no_file_includes_itself_by_way_of_others():
         TopologicalSorter(needs).prepare()
     except CycleError as error:
         pytest.fail(" includes ".join(reversed(error.args[1])))
+
+
+def imported(path: Path, text: str) -> Iterator[str]:
+    """Names of rooms that a file of smp imports."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+            package, *below = node.module.split(".")
+            if package == "smp":
+                yield from below[:1] or (alias.name for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("smp."):
+                    yield alias.name.split(".")[1]
+
+
+def test_rooms_of_smp_are_layers():
+    for path, text in files(".py", under=["smp"]):
+        room = path.parts[1].removesuffix(".py")
+        if room not in ABOVE_ALL:
+            may = {*ROOMS[: ROOMS.index(room) + 1], "_core", "_mpi"}
+            assert set(imported(path, text)) <= may, path
 
 
 def test_python_h_is_included_in_one_folder_only():

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 import smp
 from smp import _core
-from smp.execution import thread_state
+from smp.runtime import thread_state
 from tests.ranks import on_ranks
 from tests.reference.compare import (
     assert_close,

@@ -25,8 +25,10 @@ from torch.utils._pytree import tree_flatten
 import smp
 from smp.data_parallel.buckets import MEGABYTE, make_buckets
 from smp.data_parallel.group import Holders
-from smp.tensor_parallel import group, regions, same_samples, step_end
-from smp.tensor_parallel.slices import Slices, mark, slices_of
+from smp.slicing.slices import Slices, mark, slices_of
+from smp.tensor_parallel import group
+from smp.tensor_parallel.backward import step_end
+from smp.tensor_parallel.rows import regions, same_samples
 from tests.devices import DEVICES, use
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp.tensor_parallel.slices import slices_of
+from smp.slicing.slices import slices_of
 from tests.models.trained import assert_same, snapshot, two_groups
 from tests.ranks import call_on_ranks, on_ranks
 from tests.reference.whole_job import assert_near

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp.tensor_parallel.slices import Slices, mark, slices_of
+from smp.slicing.slices import Slices, mark, slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near
 

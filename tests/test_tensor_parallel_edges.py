@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
-from smp.tensor_parallel import group, replacement
+from smp.tensor_parallel import group
+from smp.tensor_parallel.splits import replacement
 from tests import test_distributed_transformer as transformers_of_ours
 from tests import test_tensor_parallel_families as families
 from tests import test_tensor_parallel_families2 as others

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import smp
 from smp.nn.huggingface import mixtral as mixtral_plan
 from smp.nn.huggingface.llama import shared_heads
+from smp.slicing.slices import slices_of
 from smp.tensor_parallel import group
-from smp.tensor_parallel.slices import slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 

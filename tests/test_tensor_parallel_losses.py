@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp.nn import vocabulary_parallel_cross_entropy
-from smp.tensor_parallel.slices import slices_of
+from smp.slicing.slices import slices_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 

@@ -21,19 +21,14 @@ import smp
 from smp.data_parallel.reduction import Reduction
 from smp.modules import hooks
 from smp.nn import utils as blocks
+from smp.runtime import chain
+from smp.slicing import parameter_marks
+from smp.slicing.slices import Slices, mark, slices_of
 from smp.state_mod import state
-from smp.tensor_parallel import (
-    assumed,
-    chain,
-    counterparts,
-    gradients,
-    group,
-    kept_marks,
-    primitives,
-    replacement,
-    unused,
-)
-from smp.tensor_parallel.slices import Slices, mark, slices_of
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.backward import gradients, unused_collectives
+from smp.tensor_parallel.rows import assumed_sizes
+from smp.tensor_parallel.splits import counterparts, replacement
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, compare_slice, split_over_all_ranks
 
@@ -1375,24 +1370,27 @@ def test_zeros_alone_of_what_a_loss_leaves_out_are_dropped():
     zeros.grad, some.grad = torch.zeros(2), torch.tensor([0.0, 1.0])
     sparse.grad = torch.zeros(2).to_sparse()
     before = some.grad
-    unused._without[5] = list(parameters)
-    unused.begin_step()
-    unused.drop_zeros()
+    unused_collectives._without[5] = list(parameters)
+    unused_collectives.begin_step()
+    unused_collectives.drop_zeros()
     assert zeros.grad is not None
-    unused._without[5] = list(parameters)
-    unused.drop_zeros()
+    unused_collectives._without[5] = list(parameters)
+    unused_collectives.drop_zeros()
     assert zeros.grad is none.grad is None
-    assert some.grad is before and sparse.grad.is_sparse and not unused._without
+    assert some.grad is before and sparse.grad.is_sparse and not unused_collectives._without
 
 
 def test_a_pipelines_step_is_under_way_until_its_end():
     try:
-        step = unused.PipelinedStep([nn.Parameter(torch.ones(1))])
-        assert unused.PipelinedStep.is_under_way
+        step = unused_collectives.PipelinedStep([nn.Parameter(torch.ones(1))])
+        assert unused_collectives.PipelinedStep.is_under_way
         step.end()
-        assert not unused.PipelinedStep.is_under_way and not unused._without
+        assert (
+            not unused_collectives.PipelinedStep.is_under_way
+            and not unused_collectives._without
+        )
     finally:
-        unused.PipelinedStep.is_under_way = False
+        unused_collectives.PipelinedStep.is_under_way = False
 
 
 class Dividing(nn.Embedding):
@@ -1424,7 +1422,7 @@ def test_gradients_have_their_factor_once():
     assert frozen.weight.grad.eq(0.25).all()
     table(torch.tensor([0])).sum().backward()
     assert table.weight.grad[0].eq(1).all()  # its module's, which this one leaves out
-    scaled = [kept_marks.is_scaled(module.weight) for module in net]
+    scaled = [parameter_marks.is_scaled(module.weight) for module in net]
     assert scaled == [True, False, True, True, True, True]
 
 
@@ -1673,7 +1671,7 @@ def test_lengths_are_exchanged_only_when_they_are_not_what_they_were(monkeypatch
         assert got.count(rank) == length and got == sorted(got)
         return len(exchanges) - before
 
-    assumed._seen.clear()
+    assumed_sizes._seen.clear()
     assert gathered(3) == 0  # alike on all
     assert gathered(5 + rank) == 1
     assert gathered(5 + rank) == 0
@@ -1687,11 +1685,11 @@ def test_lengths_are_exchanged_only_when_they_are_not_what_they_were(monkeypatch
 
 
 def test_lengths_of_ever_new_batches_are_forgotten(monkeypatch):
-    monkeypatch.setattr(assumed, "_MOST", 3)
-    monkeypatch.setattr(assumed, "_seen", seen := {})
+    monkeypatch.setattr(assumed_sizes, "_MOST", 3)
+    monkeypatch.setattr(assumed_sizes, "_seen", seen := {})
     for length in range(8):
         had = ((length,), (length + 1,))
-        assumed.remember("lengths", (length,), had)
+        assumed_sizes.remember("lengths", (length,), had)
         assert len(seen) <= 3 and had in seen.values()
 
 
@@ -1711,7 +1709,7 @@ def test_a_wrong_guess_of_a_regions_sizes_changes_nothing():
     smp.set_tensor_parallelism(block)
     model = smp.DistributedModel(block)
     rank = group.rank()
-    assumed._seen.clear()
+    assumed_sizes._seen.clear()
     draw = random.Random(5)
     for call in range(9):
         shapes = [(draw.choice([1, 2]), draw.choice([3, 4])) for _ in range(group.size())]

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import smp
 from smp import _core
-from smp.tensor_parallel import kernels
-from smp.tensor_parallel.kernels import Dropout
+from smp.tensor_parallel.rows import kernels
+from smp.tensor_parallel.rows.kernels import Dropout
 from tests import heap
 from tests.devices import DEVICES, use
 from tests.ranks import on_ranks

@@ -1,4 +1,4 @@
-"""Spec: smp/partitioning/tracing.py, smp/partitioning/restore.py; paper, C.1."""
+"""Spec: smp/partitioning/tracing.py, smp/pytorch/restore.py; paper, C.1."""
 
 import collections
 import copy

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from smp.partitioning.restore import Restore
 from smp.partitioning.tracing import trace
+from smp.pytorch.restore import Restore
 
 ON = pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
 

@@ -2,7 +2,7 @@
  *
  * Tensors are dense, all in host memory or on one GPU, float32, float16 or bfloat16.
  * Outputs are written in place, on a GPU behind the work of its current stream.
- * Another tensor raises, and smp/tensor_parallel/kernels.py passes none.
+ * Another tensor raises, and smp/tensor_parallel/rows/kernels.py passes none.
  *
  * Threads    With the GIL, given away while a kernel runs.
  */

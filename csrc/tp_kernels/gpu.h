@@ -8,7 +8,7 @@
  * Status     Run on an H100 in odd shapes of three dtypes, without an error of memory
  *            or a race.  The tests run them on lanes taking turns on a CPU.  Python
  *            compares each kernel with torch's operators at its first use on a device
- *            (smp/tensor_parallel/gpu_kernels.py).
+ *            (smp/tensor_parallel/rows/gpu_kernels.py).
  * Ownership  As there; all memory, scratch too, is the device's.
  * Threads    any.
  */

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from smp import torch_versions
 from smp.collectives import dense, profile
-from smp.execution.compiled_code import not_traced
+from smp.pytorch.compiled_code import not_traced
 
 if TYPE_CHECKING:
     from smp.collectives.process_group import ProcessGroup

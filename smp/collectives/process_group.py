@@ -24,8 +24,8 @@ from smp.collectives.operation import operation_of, show
 from smp.collectives.ranks import Ranks
 from smp.collectives.shared_gpus import SharedGpus
 from smp.collectives.work import AllOf, DeviceWork, Over, OverOnDevice, Received, Work
-from smp.execution.compiled_code import not_traced
 from smp.job import core_warnings
+from smp.pytorch.compiled_code import not_traced
 
 BARRIER = _core.operations["barrier"]
 ALL_REDUCE = _core.operations["all-reduce"]

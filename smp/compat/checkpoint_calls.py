@@ -1,14 +1,14 @@
 """Activation checkpointing by call, in place of ``torch.utils.checkpoint``.
 
 ``smdistributed.modelparallel.torch.patches.checkpoint`` is this module; the work is in
-``smp.modules.activation_checkpointing``.
+``smp.checkpointing.activation_checkpointing``.
 """
 
 from typing import Any
 
 from torch import nn
 
-from smp.modules import activation_checkpointing
+from smp.checkpointing import activation_checkpointing
 
 
 def checkpoint(

@@ -2,9 +2,9 @@
 
 from smp.data_parallel.group import ReplicasDiffer
 from smp.execution.first_step import PartitionMismatch
+from smp.job.collective_calls import CallMismatch
 from smp.job.config import ConfigError
-from smp.job.together import CallMismatch
-from smp.partitioning.partition import PartitionError
+from smp.modules.pins import PartitionError
 from smp.saving.saved_files import CheckpointError
 
 __all__ = [

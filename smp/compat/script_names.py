@@ -7,8 +7,8 @@
 from torch import Tensor
 
 from smp import not_built
+from smp.slicing.slices import slices_of
 from smp.state_mod import state
-from smp.tensor_parallel.slices import slices_of
 
 dump_model = not_built.function("smdistributed.modelparallel.test.torch.utils.dump_model")
 verify = not_built.function("smdistributed.modelparallel.test.torch.utils.verify")

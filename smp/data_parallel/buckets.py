@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp.data_parallel.group import Holders, gradient_dtype
-from smp.tensor_parallel.slices import slices_of
+from smp.slicing.slices import slices_of
 
 MEGABYTE = 1024 * 1024
 

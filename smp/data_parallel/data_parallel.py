@@ -25,18 +25,18 @@ from torch import Tensor, nn
 from torch.autograd.variable import Variable
 from torch.utils.hooks import unserializable_hook
 
+from smp.collectives import objects
 from smp.data_parallel.buckets import Bucket, make_buckets
 from smp.data_parallel.group import Holders, Layout, Replicas, gradient_dtype
 from smp.data_parallel.reduction import Reduction
-from smp.execution import microbatches
-from smp.job import objects
 from smp.ranks import CommGroup
+from smp.runtime import microbatches
+from smp.slicing.parameter_marks import attach_hooks
+from smp.slicing.slices import is_scaled_batch
 from smp.state_mod import state
-from smp.tensor_parallel.kept_marks import attach_hooks
-from smp.tensor_parallel.slices import is_scaled_batch
 
 if TYPE_CHECKING:
-    from smp.model import DistributedModel
+    from smp.modules.live_models import LiveModel
 
 CommHook = Callable[[Any, Bucket], "torch.futures.Future[Any]"]
 
@@ -64,7 +64,7 @@ class DataParallel:
 
     def __init__(
         self,
-        model: "DistributedModel",
+        model: "LiveModel",
         overlapping_allreduce: bool,
         backward_passes_per_step: int,
         bucket_cap_mb: float,
@@ -82,7 +82,7 @@ class DataParallel:
             )
         # Weak, as the hooks below: a model ends with its last reference, on all replicas
         # at the same place of the script.
-        self._model: DistributedModel = weakref.proxy(model)  # type: ignore[assignment]
+        self._model: LiveModel = weakref.proxy(model)  # type: ignore[assignment]
         self.replicas = Replicas()
         self.overlaps = overlapping_allreduce and not gradient_as_bucket_view
         self.broadcasts_buffers = broadcast_buffers
@@ -345,13 +345,13 @@ class DataParallel:
         return self._passes == 0
 
 
-def due(models: Sequence["DistributedModel"]) -> list[DataParallel]:
+def due(models: Sequence["LiveModel"]) -> list[DataParallel]:
     """The models to exchange gradients after the step beginning now; counts steps."""
     members = [m._smp_data_parallel for m in models if m._smp_data_parallel is not None]
     return [member for member in members if member.takes_part()]
 
 
-def watch(models: Sequence["DistributedModel"]) -> None:
+def watch(models: Sequence["LiveModel"]) -> None:
     """A step begins: an exchange follows its backward, if any."""
     for model in models:
         if model._smp_data_parallel is not None:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import ranks
-from smp.job.objects import refuse_if_forked
-from smp.partitioning.restore import write
-from smp.tensor_parallel.slices import slices_of
+from smp.collectives.objects import refuse_if_forked
+from smp.pytorch.restore import write
+from smp.slicing.slices import slices_of
 
 
 class Layout(NamedTuple):

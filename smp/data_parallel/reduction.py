@@ -34,9 +34,9 @@ from torch import Tensor
 from smp import _core
 from smp.data_parallel.buckets import Bucket, Memory
 from smp.data_parallel.group import Layout, ReplicasDiffer
-from smp.execution import failures
-from smp.tensor_parallel import unused
-from smp.tensor_parallel.step_end import PeerFailed
+from smp.runtime import failures
+from smp.tensor_parallel.backward import unused_collectives
+from smp.tensor_parallel.backward.step_end import PeerFailed
 
 if TYPE_CHECKING:
     from smp.data_parallel.data_parallel import DataParallel
@@ -71,7 +71,7 @@ class Reduction:
         self._overlaps = all(m.overlaps for m in members)
         self._joined = joined
         self._wants_buffers = with_buffers and any(m.broadcasts_buffers for m in members)
-        unused.begin_step()
+        unused_collectives.begin_step()
         self.finishes_with_backward = False  # backward has been told to call finish
         self._sent = 0
         self._memory = Memory()
@@ -265,7 +265,7 @@ class Reduction:
 
         Args:
             error: the exception of this replica's step.
-            description: of the error, as :func:`smp.execution.failures.describe` makes it.
+            description: of the error, as :func:`smp.runtime.failures.describe` makes it.
 
         Raises:
             BaseException: ``error``; or that of another replica's step; or ReplicasDiffer,
@@ -344,7 +344,7 @@ class Reduction:
         for place in self._late:
             mine[size + place] = 1
         if not self._joined:
-            unused.drop_zeros()
+            unused_collectives.drop_zeros()
             flags = [p.grad is not None for p in everything]
             mine[size + nbuckets :] = torch.tensor(flags, dtype=torch.int32, device="cpu")
         shared = mine.to(self.replicas.control_device)

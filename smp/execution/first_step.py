@@ -11,41 +11,31 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from smp import _core, model, ranks
-from smp.execution import failures, pool, runtime, sequence
-from smp.job import objects
-from smp.modules import homes, sync_batch_norm
-from smp.partitioning import first_forward, shared, tracing, twins
-from smp.partitioning.partition import (
-    Partition,
-    PartitionError,
-    inherit_pin,
-    make_partition,
-    pin_of,
-)
-from smp.partitioning.turns import Turns, turns_of
+from smp.collectives import objects
+from smp.modules import device_placement
+from smp.modules.gates import Turns
+from smp.modules.pins import PartitionError, inherit_pin, pin_of
+from smp.partitioning import first_forward, shared, traced_tensors, tracing
+from smp.partitioning.partition import Partition, make_partition
+from smp.partitioning.turns import turns_of
 from smp.ranks import CommGroup
+from smp.runtime import failures, pool, runtime, sync_batch_norm
+from smp.runtime.forward_attributes import ForwardState
 from smp.saving import state_dicts
-from smp.tensor_parallel import step_end
-from smp.tensor_parallel.slices import slices_of
-from smp.tensor_parallel.step_end import PeerFailed
+from smp.slicing.slices import slices_of
+from smp.tensor_parallel.backward import sequence, step_end
+from smp.tensor_parallel.backward.step_end import PeerFailed
 
 if TYPE_CHECKING:
-    from smp.execution.runtime import Runtime
-    from smp.model import DistributedModel
-
-
-class ForwardState(NamedTuple):
-    """The known changes of a model's modules when run.  By path of the module."""
-
-    attributes: dict[str, tuple[str, ...]]  # names of plain attributes set by it
-    buffers: dict[str, tuple[str, ...]]  # names of buffers changed by it
+    from smp.modules.live_models import LiveModel
+    from smp.runtime.runtime import Runtime
 
 
 class PartitionMismatch(RuntimeError):
@@ -54,7 +44,7 @@ class PartitionMismatch(RuntimeError):
 
 def partition_models(
     rt: "Runtime",
-    models: Sequence["DistributedModel"],
+    models: Sequence["LiveModel"],
     run_traced: Callable[[torch.device | None], Any],
 ) -> None:
     """Partition the models and make this rank's part of it.  Collective over all ranks.
@@ -114,7 +104,7 @@ def partition_models(
         one._smp_apply_partition(partition, its, ForwardState(*state))
     _core.trim_heap()
     if rt.home is not None:
-        homes.trim(rt.home)
+        device_placement.trim(rt.home)
     rt.expected_in_pool += pools[rt.pp_rank]
     _core.expect_in_pool(rt.expected_in_pool)
     model.install(rt)
@@ -183,7 +173,7 @@ def _first_failure(failed: Sequence[tuple]) -> tuple:
 
 def _traces(
     rt: "Runtime",
-    models: Sequence["DistributedModel"],
+    models: Sequence["LiveModel"],
     run_traced: Callable[[torch.device | None], Any],
 ) -> Sequence[tracing.Trace | None]:
     """The models' traces; None for each with ``skip_tracing``."""
@@ -200,7 +190,7 @@ def _traces(
 
 def _decide(
     rt: "Runtime",
-    models: Sequence["DistributedModel"],
+    models: Sequence["LiveModel"],
     traces: Sequence[tracing.Trace | None],
 ) -> tuple[list[bytes], list[tuple], list[tuple], int, list[int]]:
     """The partition, `Turns` and `ForwardState` of each model, and numbers for the ranks.  The
@@ -227,7 +217,7 @@ def _decide(
 
 def _partitions(
     rt: "Runtime",
-    models: Sequence["DistributedModel"],
+    models: Sequence["LiveModel"],
     traces: Sequence[tracing.Trace | None],
     states: Sequence[ForwardState],
 ) -> list[Partition]:
@@ -279,7 +269,7 @@ def _check_grad_flags(rt: "Runtime", trace: tracing.Trace, partition: Partition)
 
 def _trace_together(
     rt: "Runtime",
-    models: Sequence["DistributedModel"],
+    models: Sequence["LiveModel"],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
     """The models' traces; their modules may meet the DP_GROUP's other ranks in collectives."""
@@ -293,7 +283,7 @@ def _trace_together(
 
 def _trace(
     rt: "Runtime",
-    models: Sequence["DistributedModel"],
+    models: Sequence["LiveModel"],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
     """The models' traces, made on this rank's accelerator or on the CPU.
@@ -302,13 +292,13 @@ def _trace(
     the CPU's; where the CPU cannot run them, the accelerator's.
     """
     placed = [m._smp_module for m in rt.live_models() if m.partitioned]
-    with twins.as_in_one_process(placed):
+    with traced_tensors.as_in_one_process(placed):
         return _trace_whole(rt, models, placed, run_traced)
 
 
 def _trace_whole(
     rt: "Runtime",
-    models: Sequence["DistributedModel"],
+    models: Sequence["LiveModel"],
     placed: Sequence[nn.Module],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
@@ -335,7 +325,7 @@ def _trace_whole(
             return _traced_at(home, [*placed, *modules], trace_on)
         except torch.OutOfMemoryError:
             for module in modules:
-                homes.move_back(module, home)
+                device_placement.move_back(module, home)
             why = f"the whole model does not fit on {home}"
             warnings.warn(f"smp: {why}; tracing on the CPU", stacklevel=2)
             return trace_on(None)
@@ -377,7 +367,7 @@ def _traced_at(
     trace_on: Callable[[torch.device | None], list[tracing.Trace]],
 ) -> list[tracing.Trace]:
     for module in modules:
-        homes.move(module, home)
+        device_placement.move(module, home)
     return trace_on(home)
 
 
@@ -413,7 +403,7 @@ def _refuse_compiled_modules(root: nn.Module) -> None:
             )
 
 
-def _forward_state(one: "DistributedModel", trace: tracing.Trace | None) -> ForwardState:
+def _forward_state(one: "LiveModel", trace: tracing.Trace | None) -> ForwardState:
     if trace is None:
         return ForwardState({}, {})
     attributes: dict[str, tuple[str, ...]] = {}
@@ -431,7 +421,7 @@ def _forward_state(one: "DistributedModel", trace: tracing.Trace | None) -> Forw
 
 
 def _check_models(
-    models: Sequence["DistributedModel"],
+    models: Sequence["LiveModel"],
     partitions: Sequence[Partition],
     turns: Sequence[Turns],
 ) -> None:
@@ -461,7 +451,7 @@ def _check_models(
 
 
 def _description(
-    models: Sequence["DistributedModel"],
+    models: Sequence["LiveModel"],
     partitions: Sequence[Partition],
     turns: Sequence[Turns],
 ) -> list[str]:

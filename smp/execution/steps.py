@@ -14,26 +14,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import _core, model, ranks
+from smp.collectives.objects import refuse_if_forked
 from smp.data_parallel import data_parallel
 from smp.data_parallel.reduction import Reduction
-from smp.execution import (
-    accelerator,
-    context_variables,
-    failures,
-    first_step,
-    left_behind,
-    microbatches,
-    runtime,
-    sequence,
-    thread_state,
-)
-from smp.execution.runtime import Runtime
+from smp.execution import first_step
 from smp.job import core_warnings, interrupts
 from smp.job.config import ConfigError
-from smp.job.objects import refuse_if_forked
-from smp.modules import changes, homes, hooks, late_hooks, microbatch_attributes
-from smp.partitioning.restore import write_back
-from smp.tensor_parallel import group, order, random_streams, same_samples, step_end, unused
+from smp.modules import (
+    device_placement,
+    hooks,
+    late_hooks,
+    microbatch_attributes,
+    travelling_changes,
+)
+from smp.modules.live_models import LiveModel
+from smp.pytorch import accelerator, call_warnings, context_variables
+from smp.pytorch.restore import write_back
+from smp.runtime import failures, microbatches, runtime, thread_state
+from smp.runtime.runtime import Runtime
+from smp.tensor_parallel import group
+from smp.tensor_parallel.backward import order, sequence, step_end, unused_collectives
+from smp.tensor_parallel.rows import random_streams, same_samples
 
 _SIMPLE, _INTERLEAVED, _LISTED, _SERVE = 0, 1, 2, -1
 
@@ -130,7 +131,7 @@ def _run_alone(
         count = splitter.count(rt.cfg.microbatches, args, kwargs)
         calls, rt.weights = splitter.split(count, args, kwargs)
         if rt.home is not None:
-            calls = microbatches.map_calls(calls, homes.mover(rt.home))
+            calls = microbatches.map_calls(calls, device_placement.mover(rt.home))
         output = _run_in_order(rt, function, detach, calls)
         if hooked:
             for one in hooked:
@@ -233,7 +234,9 @@ class Step:
 
     def _move_inputs(self) -> None:
         if self.rt.home is not None:
-            self.calls = microbatches.map_calls(self.calls, homes.mover(self.rt.home))
+            self.calls = microbatches.map_calls(
+                self.calls, device_placement.mover(self.rt.home)
+            )
 
     def _split_as_others(self, refused: Exception | None) -> Exception | None:
         """Have no more microbatches than any rank that meets this one's modules in collectives.
@@ -288,7 +291,7 @@ class Step:
     # ----------------------------------------------------------- with the other replicas
 
     def _run_replicated(
-        self, run: Callable, refused: Exception | None, models: list[model.DistributedModel]
+        self, run: Callable, refused: Exception | None, models: list[LiveModel]
     ) -> Any:
         """Run the step; its gradients are averaged over the replicas.
 
@@ -364,7 +367,7 @@ class Step:
             raise refused
         calls = self.calls[:1]
         if on is not None:
-            calls = microbatches.map_calls(calls, homes.mover(on))
+            calls = microbatches.map_calls(calls, device_placement.mover(on))
         [(args, kwargs)] = calls
         # Those of the modules inside are put back with the other marks of tracing.
         modes = [(one, one.training) for one in self.rt.live_models()]
@@ -401,10 +404,10 @@ class Step:
         random_state = accelerator.RandomState()
         rt.share_place()
         context_variables.begin_step()
-        left_behind.warn_of_modes(self.name, "step function")
+        call_warnings.warn_of_modes(self.name, "step function")
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
-        gradients = unused.PipelinedStep(rt.parameters if rt.tp_size > 1 else ())
+        gradients = unused_collectives.PipelinedStep(rt.parameters if rt.tp_size > 1 else ())
         _core.gradients_begin(self.count, rt.backwards, self._on_complete())
         try:
             ok, value = self._run_core(plan, seed)
@@ -415,7 +418,7 @@ class Step:
         finally:
             local = None
             rt.local_errors.clear()
-            changes.finish()
+            travelling_changes.finish()
             hooks.finish()
             late_hooks.finish()
             went_well = _core.ended_well()
@@ -423,7 +426,7 @@ class Step:
             _core.gradients_end(not went_well)
             gradients.end()
             if self.reduction is None:
-                unused.drop_zeros()
+                unused_collectives.drop_zeros()
             if went_well:
                 random_state.restore()
             else:
@@ -431,7 +434,7 @@ class Step:
                 self._finish_collectives()
         outputs, weights, rt.saw_backward, (modes, made) = value
         if rt.pp_rank != 0:
-            changes.make(made)
+            travelling_changes.make(made)
             for one, mode in zip(rt.live_models(), modes, strict=False):
                 one.training = mode
         core_warnings.pass_on()
@@ -458,8 +461,8 @@ class Step:
                     self._described(),
                 )
             if ok and rt.pp_rank == 0:
-                changes.finish()
-                made = (tuple(m.training for m in rt.live_models()), changes.told())
+                travelling_changes.finish()
+                made = (tuple(m.training for m in rt.live_models()), travelling_changes.told())
                 value = (self.outputs, rt.weights, rt.saw_backward, made)
                 _core.send_end(value)
             return ok, value
@@ -563,7 +566,7 @@ class Step:
             else:
                 output = thread_state.with_state(self.state, self.function, args, kwargs)
         self.outputs[microbatch] = self._keep(output)
-        changes.returned(microbatch)
+        travelling_changes.returned(microbatch)
 
 
 def read_turns(pipeline: Any, count: int) -> list[tuple[int, int]]:
@@ -608,7 +611,7 @@ def most_in_flight(turns: list[tuple[int, int]]) -> int:
 class StepState:
     """State put back after a failed step: changed buffers and random numbers."""
 
-    def __init__(self, models: Sequence[model.DistributedModel]):
+    def __init__(self, models: Sequence[LiveModel]):
         self.random = accelerator.RandomState()
         self.buffers = [
             (module._buffers, name, buffer, buffer.clone())

@@ -13,6 +13,8 @@ Source: SageMaker Python SDK docs, "Ranking Basics".
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 AXES_OF_GROUP = {
     "world": "DPT",
     "mp": "PT",
@@ -87,3 +89,17 @@ class Placement:
         """
         by_stage = [self.group("dp", first) for first in self.pipelines(rank)[: self.pp]]
         return [stage[dp] for dp in range(self.rdp * self.tp) for stage in by_stage]
+
+
+class Groups(NamedTuple):
+    """This rank's process groups.
+
+    Attributes:
+        by_kind: as ``AXES_OF_GROUP`` names them.
+        objects: of all ranks, for objects.
+        owns_default: the default group of ``torch.distributed`` is the job's own.
+    """
+
+    by_kind: dict[str, dist.ProcessGroup]
+    objects: dist.ProcessGroup
+    owns_default: bool

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules import remote_tensors
-from smp.tensor_parallel import kept_marks
+from smp.slicing import parameter_marks
 
 
 def convert(
@@ -41,7 +41,7 @@ def convert_elsewhere(
     if recurse:
         for child in module.children():
             child._apply(function)
-    with kept_marks.kept(module):
+    with parameter_marks.kept(module):
         _convert_own(module, function)
     return module
 

@@ -3,12 +3,35 @@
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from smp import _core
 from smp.modules import stand_ins
+
+
+class Turns(NamedTuple):
+    """The gates of a model.  Each is a number among them; by path of the module.
+
+    Attributes:
+        expected: by gate, the number of a microbatch's passes; 0: unknown, so a microbatch is
+            past at the end of its forward.
+        modules: the gate passed by each call of the module.
+        reads: names of buffers and attributes changed by the module, and read by other code
+            while it does not run.  The other code passes the module's gate, too.
+        carried: by name of an attribute left by one microbatch to the next: its gate, and the
+            number of reads and sets until a call of the module is past it; 0: at its end.
+        own: names of attributes set anew by each microbatch.
+        restored: names of those with their former value again at its end.
+    """
+
+    expected: list[int]
+    modules: dict[str, int]
+    reads: dict[str, tuple[str, ...]]
+    carried: dict[str, dict[str, tuple[int, int]]]
+    own: dict[str, tuple[str, ...]]
+    restored: dict[str, tuple[str, ...]]
 
 
 class _Passing(threading.local):

@@ -18,10 +18,10 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from smp import _core
+from smp.modules import hook_containers
 from smp.modules.inner_module import wrapped_of
 from smp.modules.remote_modules import is_remote
-from smp.partitioning import hook_containers
-from smp.partitioning.contents import content_of, is_the_same
+from smp.pytorch.contents import content_of, is_the_same
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks, ...
 _KNOWN = ("torch.", "smp.", "transformers.")

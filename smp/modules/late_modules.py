@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _core
 from smp.modules.inner_module import wrapped_of
-from smp.partitioning.first_forward import has_values
 
 # The modules of partitioned models, by id: a class of a user's may not be hashable.
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
@@ -94,6 +93,12 @@ def _is_known(module: nn.Module | None) -> bool:
     """Whether all its values are of modules known in the model, as those of a compiled one."""
     inside = () if module is None else module.modules()
     return all(_path(m) is not None or not any(True for _ in _own_values(m)) for m in inside)
+
+
+def has_values(module: nn.Module) -> bool:
+    """Whether there are parameters or buffers in it."""
+    held = (register for m in module.modules() for register in (m._parameters, m._buffers))
+    return any(tensor is not None for register in held for tensor in register.values())
 
 
 def _own_values(module: nn.Module) -> Iterator[Tensor]:

@@ -4,17 +4,56 @@ They are the script's, free to drop them at any moment; so they are not held her
 """
 
 import weakref
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-if TYPE_CHECKING:
-    from smp.model import DistributedModel
-
-_models: "list[weakref.ref[DistributedModel]]" = []
+from torch import Tensor, nn
 
 
-def add(model: "DistributedModel") -> None:
+class LiveModel(nn.Module):
+    """A `smp.DistributedModel`, as rooms below it know it."""
+
+    _smp_module: nn.Module
+    _smp_runtime: Any
+    _smp_decision: Any
+    _smp_counterparts: Any
+    _smp_data_parallel: Any
+    _smp_runs: Any
+    _smp_entries: list[Any]
+    _smp_owners: dict[str, int]
+    _smp_changing: dict[str, tuple[str, ...]]
+    _smp_stateful: list[nn.Module]
+    _smp_deferred_loads: list[tuple]
+    _smp_trace_times: bool
+    _smp_trace_memory: bool
+    _smp_trace_device: Any
+    _smp_has_sync_norm: bool
+
+    if TYPE_CHECKING:
+
+        @property
+        def partitioned(self) -> bool: ...
+        def _smp_has_hooks(self) -> bool: ...
+        def local_modules(self) -> Iterator[nn.Module]: ...
+        def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+        def local_parameters(self) -> Iterator[nn.Parameter]: ...
+        def local_buffers(self) -> Iterator[Tensor]: ...
+        def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+        def state_dict(  # type: ignore[override]
+            self, gather_to_rank0: bool = False, cast_to_cpu: bool = True
+        ) -> OrderedDict[str, Any]: ...
+        def local_state_dict(self) -> OrderedDict[str, Any]: ...
+        def load_state_dict(self, *args: Any, **options: Any) -> Any: ...  # type: ignore[override]
+        def _smp_apply_partition(self, *args: Any) -> None: ...
+        def _smp_run_post_partition_hooks(self) -> None: ...
+        def _smp_run_post_step_hooks(self) -> None: ...
+
+
+_models: list[weakref.ref[LiveModel]] = []
+
+
+def add(model: LiveModel) -> None:
     """Add the newest one."""
     _models.append(weakref.ref(model))
 
@@ -29,7 +68,7 @@ def made() -> int:
     return len(_models)
 
 
-def living() -> "list[DistributedModel]":
+def living() -> list[LiveModel]:
     """The models still in existence."""
     return [model for model in (ref() for ref in _models) if model is not None]
 

@@ -6,7 +6,7 @@ that reads first gets the value left by the one before, and waits until that is 
 one's value stays after the step.  One process behaves so.
 
 Descriptors in a stand-in class keep the values apart.  They have the names set in the traced
-run, and those set in branches of code not traced (``smp/partitioning/stores.py``).  On modules
+run, and those set in branches of code not traced (``smp/modules/stores.py``).  On modules
 with calls to other ranks, they also have names set for the first time in a later step.
 """
 
@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from smp import _core
-from smp.modules import gates, live_models, stand_ins
-from smp.partitioning import stores
+from smp.modules import gates, live_models, stand_ins, stores
 
 if TYPE_CHECKING:
-    from smp.partitioning.turns import Turns
+    from smp.modules.gates import Turns
 
 _ABSENT = object()
 _DELETED = object()

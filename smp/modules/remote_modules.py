@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from smp import _core
-from smp.modules import changes, conversion, gates, remote_tensors, stand_ins
-from smp.partitioning.partition import pin_of
+from smp.modules import conversion, gates, remote_tensors, stand_ins, travelling_changes
+from smp.modules.pins import pin_of
 
 
 class Entry(NamedTuple):
@@ -58,7 +58,7 @@ def remote(cls: type[nn.Module]) -> dict[str, Any]:
         "_apply": conversion.convert_elsewhere,
         "_smp_original_class": cls,
         **_slices_of(cls),
-        **changes.watched(cls),
+        **travelling_changes.watched(cls),
     }
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
-from smp.execution import left_behind
-from smp.modules import changes
+from smp.modules import travelling_changes
+from smp.pytorch import call_warnings
 
 # Harmless reads of a parameter with its data on another rank.
 _HARMLESS = {
@@ -94,7 +94,9 @@ class RemoteTensor(Tensor):
                 result = func(*args, **(kwargs or {}))
                 if isinstance(args[0], nn.Parameter) and name in ("__set__", "requires_grad_"):
                     flag = args[0].requires_grad
-                    changes.note(args[0], changes.REQUIRES_GRAD, flag, before=required)
+                    travelling_changes.note(
+                        args[0], travelling_changes.REQUIRES_GRAD, flag, before=required
+                    )
             return result
         written = args[0] if args and name in ("__setitem__", "set_") else None
         if args and name.endswith("_") and not name.endswith("__"):
@@ -170,7 +172,7 @@ class RemoteBuffer(RemoteTensor):
             super()._smp_refuse(name, written)
         if not written:
             path, owner = self._smp_home
-            left_behind.warn_of_attribute(
+            call_warnings.warn_of_attribute(
                 path,
                 "",
                 f"buffer '{path}' is changed by its module, on pp_rank {owner}; its value here "

@@ -16,8 +16,8 @@ from smp.nn.transformer.attention import DistributedAttentionLayer, FlashAttenti
 from smp.nn.transformer.layer import DistributedTransformer, DistributedTransformerLayer
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead
 from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
-from smp.tensor_parallel import in_place
-from smp.tensor_parallel.distributed_module import DistributedModule
+from smp.tensor_parallel.splits import in_place
+from smp.tensor_parallel.splits.distributed_module import DistributedModule
 
 # ``import smp.nn.utils`` looks there.
 utils = sys.modules["smp.nn.utils"] = building_blocks

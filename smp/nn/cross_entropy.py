@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from smp.modules.stand_ins import users_class
 from smp.nn.distributed_linear import DistributedLinear
-from smp.tensor_parallel import autocast, group, in_place
-from smp.tensor_parallel.slices import PATH
+from smp.slicing.slices import PATH
+from smp.tensor_parallel import group
+from smp.tensor_parallel.rows import autocast
+from smp.tensor_parallel.splits import in_place
 
 _REDUCTIONS = ("none", "mean", "sum")
 

@@ -5,10 +5,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp.tensor_parallel import cross_entropy, group, primitives, same_samples
-from smp.tensor_parallel.distributed_module import DistributedModule, take_class
-from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import PATH, Slices, in_words
+from smp.slicing.slices import PATH, Slices, in_words
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.rows import cross_entropy, same_samples
+from smp.tensor_parallel.rows.linears import cut_weights
+from smp.tensor_parallel.splits.distributed_module import DistributedModule, take_class
 
 
 class DistributedLinear(nn.Linear, DistributedModule):

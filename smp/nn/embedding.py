@@ -7,10 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp import ranks
-from smp.tensor_parallel import group, primitives, same_samples
-from smp.tensor_parallel.distributed_module import DistributedModule, take_class
-from smp.tensor_parallel.linears import cut_weights
-from smp.tensor_parallel.slices import PATH, Slices, in_words
+from smp.slicing.slices import PATH, Slices, in_words
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.rows import same_samples
+from smp.tensor_parallel.rows.linears import cut_weights
+from smp.tensor_parallel.splits.distributed_module import DistributedModule, take_class
 
 
 class DistributedEmbedding(nn.Embedding, DistributedModule):
@@ -41,7 +42,7 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
     """
 
     vocab_parallel: bool
-    gradient_factor = 1.0  # see smp.tensor_parallel.gradients
+    gradient_factor = 1.0  # see smp.tensor_parallel.backward.gradients
     skip_allgather = False
     skip_scatter_and_merge = False
 

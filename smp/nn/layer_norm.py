@@ -7,14 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from smp.tensor_parallel import autocast, group, primitives
-from smp.tensor_parallel.chain import linked, new_token
-from smp.tensor_parallel.distributed_module import DistributedModule
-from smp.tensor_parallel.linears import keep_slice
-from smp.tensor_parallel.order import Call
-from smp.tensor_parallel.second_derivatives import refused_of_values
-from smp.tensor_parallel.slices import Slices
-from smp.tensor_parallel.unused import defined, keep_shape
+from smp.runtime.chain import linked, new_token
+from smp.slicing.slices import Slices
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.backward.order import Call
+from smp.tensor_parallel.backward.unused_collectives import defined, keep_shape
+from smp.tensor_parallel.rows import autocast
+from smp.tensor_parallel.rows.linears import keep_slice
+from smp.tensor_parallel.rows.second_derivatives import refused_of_values
+from smp.tensor_parallel.splits.distributed_module import DistributedModule
 
 
 class FusedLayerNorm(nn.LayerNorm):

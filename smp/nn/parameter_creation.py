@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from smp.slicing.slices import Slices, is_scaled_batch, mark, slices_of
 from smp.tensor_parallel import group
-from smp.tensor_parallel.slices import Slices, is_scaled_batch, mark, slices_of
 
 
 @contextlib.contextmanager

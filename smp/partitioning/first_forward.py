@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp.partitioning import restore
+from smp.modules.late_modules import has_values
+from smp.pytorch import restore
 
 _REGISTERS = ("_modules", "_parameters")
 _ABSENT = object()
@@ -92,12 +93,6 @@ class Registers:
             for module, its in self._set.values()
             if any(id(inside) in changed for inside in module.modules())
         ]
-
-
-def has_values(module: nn.Module) -> bool:
-    """Whether there are parameters or buffers in it."""
-    held = (register for m in module.modules() for register in (m._parameters, m._buffers))
-    return any(tensor is not None for register in held for tensor in register.values())
 
 
 def _flags(module: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smp.partitioning import twins
+from smp.partitioning import traced_tensors
 
 if TYPE_CHECKING:
     from smp.partitioning.tracing import Frame, Recorder
@@ -198,7 +198,7 @@ class Operators(TorchDispatchMode):
             return func(*args, **kwargs)
         made = func(*args, **{**kwargs, "device": torch.device("cpu")})
         if made.is_floating_point() or made.is_complex():
-            return twins.as_meta(made)
+            return traced_tensors.as_meta(made)
         self.valued.add(made.untyped_storage()._cdata)
         return made
 
@@ -212,9 +212,11 @@ class Operators(TorchDispatchMode):
         flat += [v for value in flat if isinstance(value, (list, tuple)) for v in value]
         if not any(isinstance(v, Tensor) and v.is_meta for v in flat):
             return args, kwargs, None
-        new = tuple(twins.as_meta(v) for v in args)
+        new = tuple(traced_tensors.as_meta(v) for v in args)
         new_kwargs = {
-            k: torch.device("meta") if k == "device" and v is not None else twins.as_meta(v)
+            k: torch.device("meta")
+            if k == "device" and v is not None
+            else traced_tensors.as_meta(v)
             for k, v in kwargs.items()
         }
         first = args[0] if args and isinstance(args[0], Tensor) else None

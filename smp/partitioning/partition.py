@@ -4,12 +4,10 @@ A model and its trace become the flat arrays of ``csrc/partition``; the user's p
 here.
 """
 
-import contextlib
-import contextvars
 import json
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from smp import _core
-from smp.modules import creation, inner_module, live_models
+from smp.modules.pins import PIN, TOGETHER, PartitionError
 from smp.partitioning.tracing import ModuleTrace, Trace
-from smp.tensor_parallel.split_parameters import is_plain
+from smp.slicing.split_parameters import is_plain
 
 if TYPE_CHECKING:
     from smp.partitioning.shared import Home
@@ -27,141 +25,6 @@ if TYPE_CHECKING:
 _INHERIT, _NOT_PINNED = -1, -2  # SMP_PIN_INHERIT, SMP_PIN_NONE
 _MAGIC = b"smp partition 1\n"
 _NOT_TRACED = ModuleTrace()
-
-
-class PartitionError(ValueError):
-    """The user's pins cannot be met; the message names module paths and partitions."""
-
-
-# ------------------------------------------------------------------------------ pinning
-
-_PIN = "_smp_partition"  # in a module's __dict__: its pin, copied and pickled with it
-_TOGETHER = "_smp_together"  # likewise: the module has one rank with all in it
-
-_innermost: contextvars.ContextVar[int | None] = contextvars.ContextVar(
-    "smp.partition", default=None
-)
-
-
-class _Pin:
-    """Where the user wants a module: by ``set_partition`` or by a context."""
-
-    __slots__ = ("by_context", "partition")
-
-    def __init__(self, partition: int, by_context: bool):
-        self.partition = partition
-        self.by_context = by_context
-
-
-def _checked(partition: Any) -> int:
-    if isinstance(partition, bool) or not isinstance(partition, int):
-        raise TypeError(f"smp: a partition is an int, got {partition!r}")
-    if partition < 0:
-        raise ValueError(f"smp: a partition is 0 or more, got {partition}")
-    return partition
-
-
-def set_partition(module: nn.Module, partition: int) -> None:
-    """Pin a module, with all it contains, to a partition.
-
-    A pin on a module inside it wins.  To be called before the first step, after
-    ``DistributedModel`` or before.
-
-    Args:
-        module: any module of the model; a ``DistributedModel`` stands for the one it wraps.
-        partition: a pp_rank, from 0.
-
-    Raises:
-        TypeError, ValueError: not a module, or not a partition.
-        PartitionError: the partition has been made; or in the first step, when
-            ``partition`` is not below ``pipeline_parallel_degree`` or the pin contradicts a
-            shared parameter.
-
-    Source: SageMaker Python SDK documentation, ``smp.set_partition``.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"smp.set_partition pins a torch.nn.Module, got a {type(module).__name__}"
-        )
-    partition = _checked(partition)
-    module = inner_module.users_module(module)
-    home = live_models.home_of(module)
-    if home is not None:
-        path, owner = home
-        raise PartitionError(
-            f"smp.set_partition: too late to pin module '{path}' ({type(module).__name__}) to "
-            f"partition {partition}: its model was partitioned in its first step, and it is on "
-            f"partition {owner}; call it before the first step"
-        )
-    module.__dict__[_PIN] = _Pin(partition, by_context=False)
-
-
-def keep_together(module: nn.Module) -> None:
-    """Keep a module on one partition with all modules in it."""
-    module.__dict__[_TOGETHER] = True
-
-
-def hand_on_pin(module: nn.Module, new: nn.Module, path: str) -> None:
-    """Put the module in another's place where the other was pinned, with all in it.
-
-    Args:
-        path: the module's.
-
-    Raises:
-        PartitionError: a module in it is pinned elsewhere.
-    """
-    pin = module.__dict__.get(_PIN)
-    for name, inner in module.named_modules(prefix=path):
-        own = inner.__dict__.get(_PIN)
-        if own is not None and (pin is None or own.partition != pin.partition):
-            raise PartitionError(
-                f"smp: module {name!r} is pinned to partition {own.partition}, but all of "
-                f"{path!r} is replaced by one {type(new).__name__}: pin {path!r} instead"
-            )
-    if pin is not None:
-        for inner in new.modules():
-            inner.__dict__[_PIN] = pin
-
-
-def inherit_pin(module: nn.Module, new: nn.Module) -> None:
-    """Put the new module where the replaced one was pinned, unless it has a pin of its own."""
-    if _PIN in module.__dict__:
-        new.__dict__.setdefault(_PIN, module.__dict__[_PIN])
-
-
-def pin_of(module: nn.Module) -> int | None:
-    """The partition of the module's own pin."""
-    pin = module.__dict__.get(_PIN)
-    return None if pin is None else pin.partition
-
-
-@contextlib.contextmanager
-def partition(index: int) -> Iterator[None]:
-    """Pin the modules created inside to a partition; the innermost wins.
-
-    Copies and unpickled modules count as created.
-
-    Args:
-        index: a pp_rank, from 0.
-
-    Raises:
-        TypeError, ValueError: not a partition.
-        PartitionError: in the first step, as for :func:`set_partition`.
-
-    Source: SageMaker Python SDK documentation, ``smp.partition``.
-    """
-    token = _innermost.set(_checked(index))
-    try:
-        with creation.noticed(_pin_created):
-            yield
-    finally:
-        _innermost.reset(token)
-
-
-def _pin_created(module: nn.Module) -> None:
-    index = _innermost.get()
-    if index is not None:
-        module.__dict__[_PIN] = _Pin(index, by_context=True)
 
 
 # ------------------------------------------------------------------------- the decision
@@ -448,7 +311,7 @@ class _FlatModel:
         together = [
             [self.number_of[id(inside)] for inside in module.modules()]
             for module in self.modules
-            if module.__dict__.get(_TOGETHER, False)
+            if module.__dict__.get(TOGETHER, False)
         ]
         for number, path in enumerate(self.paths):
             seen = _NOT_TRACED if trace is None else trace.modules.get(path, _NOT_TRACED)
@@ -511,7 +374,7 @@ class _FlatModel:
         out = array("i")
         inherited: dict[int, bool] = {0: False}  # by a set_partition above
         for number, module in enumerate(self.modules):
-            pin = module.__dict__.get(_PIN)
+            pin = module.__dict__.get(PIN)
             if pin is not None and pin.partition >= degree:
                 raise PartitionError(
                     f"smp: module {self.paths[number]!r} is pinned to partition "

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
+from smp.modules.pins import pin_of
 from smp.modules.remote_modules import runs_where_called
-from smp.partitioning.partition import pin_of
 
 if TYPE_CHECKING:
-    from smp.model import DistributedModel
+    from smp.modules.live_models import LiveModel
 
 
 class Home(NamedTuple):
@@ -67,7 +67,7 @@ def homes_in(
     return homes
 
 
-def homes_of(models: Iterable["DistributedModel"]) -> Homes:
+def homes_of(models: Iterable["LiveModel"]) -> Homes:
     """The places of partitioned models' parts; the first one's word counts."""
     homes: Homes = {}
     for one in models:
@@ -77,7 +77,7 @@ def homes_of(models: Iterable["DistributedModel"]) -> Homes:
     return homes
 
 
-def pinned_homes(models: Iterable["DistributedModel"]) -> Homes:
+def pinned_homes(models: Iterable["LiveModel"]) -> Homes:
     """The pinned parts of models not yet partitioned, with all in them."""
     homes: Homes = {}
     for one in models:

@@ -2,7 +2,7 @@
 
 For each module: the place and number of its executions, their time, the bytes of activations
 produced, and the parameters used by operators meanwhile.  The run leaves no mark
-(``smp/partitioning/restore.py``), and can be made on meta tensors, without memory or
+(``smp/pytorch/restore.py``), and can be made on meta tensors, without memory or
 arithmetic.
 """
 
@@ -25,12 +25,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from smp.collectives.operation import watching
-from smp.execution import compiled_code
-from smp.partitioning import first_forward, hook_containers, twins
-from smp.partitioning.contents import can_change, content_of, is_the_same
+from smp.modules import hook_containers
+from smp.partitioning import first_forward, traced_tensors
 from smp.partitioning.operators import Operators
-from smp.partitioning.restore import Restore, parts_of
-from smp.tensor_parallel.split_parameters import is_plain
+from smp.pytorch import compiled_code
+from smp.pytorch.contents import can_change, content_of, is_the_same
+from smp.pytorch.restore import Restore, parts_of
+from smp.slicing.split_parameters import is_plain
 
 _PATIENCE_S = 2.0  # a longer run shows its progress
 _NOTE_EVERY_S = 0.5
@@ -256,7 +257,7 @@ def _trace_on_zeros(
     why: str,
     check: CheckCollective | None,
 ) -> list[Trace]:
-    with twins.on_zeros(roots):
+    with traced_tensors.on_zeros(roots):
         recorder = Recorder(roots, meta=False, memory=memory, check=check)
         try:
             recorder.record(run)
@@ -506,7 +507,7 @@ class Recorder:
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and is_plain(parameter) and not parameter.is_meta:
                     if id(parameter) not in made:
-                        made[id(parameter)] = twins.meta_parameter(parameter)
+                        made[id(parameter)] = traced_tensors.meta_parameter(parameter)
                     setattr(module, name, made[id(parameter)])  # nn.LSTM keeps a list too
         self.twins = list(made.values())  # keeps their ids
         # Not those of an earlier run: any tensor may have their ids by now.

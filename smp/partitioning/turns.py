@@ -7,34 +7,11 @@ use waits for the last one's end: both stand behind one gate (``csrc/server/turn
 
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from smp.modules.gates import Turns
 from smp.partitioning.tracing import ModuleTrace, Trace
-
-
-class Turns(NamedTuple):
-    """The gates of a model.  Each is a number among them; by path of the module.
-
-    Attributes:
-        expected: by gate, the number of a microbatch's passes; 0: unknown, so a microbatch is
-            past at the end of its forward.
-        modules: the gate passed by each call of the module.
-        reads: names of buffers and attributes changed by the module, and read by other code
-            while it does not run.  The other code passes the module's gate, too.
-        carried: by name of an attribute left by one microbatch to the next: its gate, and the
-            number of reads and sets until a call of the module is past it; 0: at its end.
-        own: names of attributes set anew by each microbatch.
-        restored: names of those with their former value again at its end.
-    """
-
-    expected: list[int]
-    modules: dict[str, int]
-    reads: dict[str, tuple[str, ...]]
-    carried: dict[str, dict[str, tuple[int, int]]]
-    own: dict[str, tuple[str, ...]]
-    restored: dict[str, tuple[str, ...]]
 
 
 def turns_of(root: nn.Module, trace: Trace | None) -> Turns:

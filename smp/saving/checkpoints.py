@@ -27,9 +27,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
-from smp.job import objects
-from smp.job.objects import PeerLost
-from smp.job.together import CallMismatch
+from smp.collectives import objects
+from smp.collectives.objects import PeerLost
+from smp.job.collective_calls import CallMismatch
 from smp.ranks import CommGroup
 from smp.saving import folder_lock, saved_files
 from smp.saving.saved_files import CheckpointError, staged_name
@@ -37,8 +37,8 @@ from smp.saving.state_dicts import IS_PARTIAL
 from smp.state_mod import Job, state
 
 if TYPE_CHECKING:
-    from smp.distributed_optimizer import DistributedOptimizer
-    from smp.model import DistributedModel
+    from smp.modules.live_models import LiveModel
+    from smp.saving.plain_optimizer import LiveOptimizer
 
 _NEWEST = "newest"
 _SAVED = ".saved"
@@ -54,8 +54,8 @@ def save_checkpoint(
     path: str | os.PathLike,
     tag: str,
     partial: bool = True,
-    model: "DistributedModel | None" = None,
-    optimizer: "DistributedOptimizer | None" = None,
+    model: "LiveModel | None" = None,
+    optimizer: "LiveOptimizer | None" = None,
     user_content: Any = None,
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
@@ -420,7 +420,7 @@ def _refuse_missing(folder: str, names: list[str]) -> None:
 
 
 def _partial_files(
-    job: Job, model: "DistributedModel", optimizer: "DistributedOptimizer | None"
+    job: Job, model: "LiveModel", optimizer: "LiveOptimizer | None"
 ) -> dict[str, Any]:
     """The values for this rank to write, by file name: the first replica has everything."""
     at = job.placement.coordinates(job.boot.rank)
@@ -434,8 +434,8 @@ def _partial_files(
 
 def _full_files(
     job: Job,
-    model: "DistributedModel",
-    optimizer: "DistributedOptimizer | None",
+    model: "LiveModel",
+    optimizer: "LiveOptimizer | None",
     tag: str,
     translate: bool,
 ) -> dict[str, Any]:

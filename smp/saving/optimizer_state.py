@@ -7,23 +7,20 @@ the plain model.  Where modules were replaced, a full one is translated to its n
 
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from smp.execution import runtime
 from smp.ranks import CommGroup
-from smp.saving.plain_optimizer import plain_optimizer
+from smp.runtime import runtime
+from smp.saving.plain_optimizer import LiveOptimizer, plain_optimizer
 from smp.saving.replica import Replica
 from smp.saving.state_dicts import IS_PARTIAL
+from smp.slicing.slices import Slices, slices_of
 from smp.tensor_parallel import group
-from smp.tensor_parallel.slices import Slices, slices_of
-
-if TYPE_CHECKING:
-    from smp.distributed_optimizer import DistributedOptimizer
 
 
-def _owners(optimizer: "DistributedOptimizer") -> list[int | None]:
+def _owners(optimizer: LiveOptimizer) -> list[int | None]:
     """The pp_rank of each parameter, by its number; None: no model has it.
 
     Raises:
@@ -37,7 +34,7 @@ def _owners(optimizer: "DistributedOptimizer") -> list[int | None]:
     return [owner_of.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
 
 
-def _waits(optimizer: "DistributedOptimizer") -> bool:
+def _waits(optimizer: LiveOptimizer) -> bool:
     """Whether one of the optimizer's models awaits its partition."""
     rt = runtime.get("DistributedOptimizer")
     if rt.pp_size == 1:
@@ -56,7 +53,7 @@ def _is_torchs(state_dict: Mapping[str, Any]) -> bool:
     return isinstance(state_dict.get("state"), dict) and "param_groups" in state_dict
 
 
-def local_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
+def local_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
     """The state of this rank's parameters, all groups, ``_smp_is_partial``."""
     out = dict(optimizer.optimizer.state_dict())
     if _is_torchs(out):
@@ -65,7 +62,7 @@ def local_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
     return out
 
 
-def _of_rank(optimizer: "DistributedOptimizer", by_number: Mapping) -> dict:
+def _of_rank(optimizer: LiveOptimizer, by_number: Mapping) -> dict:
     """A state's entries for parameters of this rank, or for none."""
     rank = runtime.get("DistributedOptimizer").pp_rank
     owners = _owners(optimizer)
@@ -78,7 +75,7 @@ def _of_rank(optimizer: "DistributedOptimizer", by_number: Mapping) -> dict:
     }
 
 
-def full_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
+def full_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
     """The state of all parameters, in host memory where it comes from other ranks.
 
     Collective over the MP_GROUP after the partition.
@@ -91,7 +88,7 @@ def full_state_dict(optimizer: "DistributedOptimizer") -> dict[str, Any]:
     return out if plain is None else plain.to_plain(out)
 
 
-def _gathered(optimizer: "DistributedOptimizer", own: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def _gathered(optimizer: LiveOptimizer, own: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """The state of all parameters, by their numbers here."""
     cut = _slices(optimizer)
     if not cut and all(owner is None for owner in _owners(optimizer)):
@@ -139,16 +136,14 @@ class _Cut(NamedTuple):
         return isinstance(value, Tensor) and list(value.shape) == first
 
 
-def _slices(optimizer: "DistributedOptimizer") -> dict[int, _Cut]:
+def _slices(optimizer: LiveOptimizer) -> dict[int, _Cut]:
     """The parameters with a slice on this rank, by number."""
     parameters = [p for members in optimizer.param_groups for p in members["params"]]
     cut = ((n, slices_of(p), p) for n, p in enumerate(parameters))
     return {n: _Cut(s, s.full_shape(p.shape)) for n, s, p in cut if s is not None}
 
 
-def _keys_of_single_numbers(
-    optimizer: "DistributedOptimizer", by_number: Mapping[Any, Any]
-) -> set[str]:
+def _keys_of_single_numbers(optimizer: LiveOptimizer, by_number: Mapping[Any, Any]) -> set[str]:
     """The keys of tensors ``[1]`` for parameters of several elements: no slices of length 1."""
     parameters = [p for members in optimizer.param_groups for p in members["params"]]
     return {
@@ -176,7 +171,7 @@ def _joined(parts: list[Any], cut: _Cut, single: set[str]) -> Any:
     }
 
 
-def _own_slices(optimizer: "DistributedOptimizer", by_number: Mapping[Any, Any]) -> dict:
+def _own_slices(optimizer: LiveOptimizer, by_number: Mapping[Any, Any]) -> dict:
     """A full state with this tp_rank's slices."""
     out = dict(by_number)
     for number, (slices, shape) in _slices(optimizer).items():
@@ -190,9 +185,7 @@ def _own_slices(optimizer: "DistributedOptimizer", by_number: Mapping[Any, Any])
     return out
 
 
-def _refuse_other_slices(
-    optimizer: "DistributedOptimizer", by_number: Mapping[Any, Any]
-) -> None:
+def _refuse_other_slices(optimizer: LiveOptimizer, by_number: Mapping[Any, Any]) -> None:
     """Raises ValueError where a partial state has slices of another tp_rank or degree."""
     for number, cut in _slices(optimizer).items():
         own = cut.slices.local_size(group.rank())
@@ -207,7 +200,7 @@ def _refuse_other_slices(
                 )
 
 
-def load(optimizer: "DistributedOptimizer", state_dict: Mapping[str, Any]) -> None:
+def load(optimizer: LiveOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Load a full dict, or a partial one on every rank of the MP_GROUP.
 
     Before the partition the groups (learning rates, ...) are loaded at once and the
@@ -235,9 +228,7 @@ def load(optimizer: "DistributedOptimizer", state_dict: Mapping[str, Any]) -> No
     _load_by_number(optimizer, given["state"], partial)
 
 
-def _load_by_number(
-    optimizer: "DistributedOptimizer", by_number: dict[Any, Any], partial: bool
-) -> None:
+def _load_by_number(optimizer: LiveOptimizer, by_number: dict[Any, Any], partial: bool) -> None:
     """Give the wrapped optimizer the state of this rank's parameters; groups stay."""
     if partial:
         owners = _owners(optimizer)

@@ -6,18 +6,27 @@ this one's, in the plain model's order.
 
 import itertools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from smp.execution import runtime
-from smp.tensor_parallel.counterparts import Counterpart, Shapes, Translate
-
-if TYPE_CHECKING:
-    from smp.distributed_optimizer import DistributedOptimizer
+from smp.runtime import runtime
+from smp.tensor_parallel.splits.counterparts import Counterpart, Shapes, Translate
 
 State = dict[str, Any]  # of one parameter
+
+
+class LiveOptimizer(Protocol):
+    """A `smp.DistributedOptimizer`, as rooms below it know it."""
+
+    @property
+    def optimizer(self) -> Any: ...
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]: ...
+    def local_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]: ...
+    def load_state_dict(self, *args: Any, **options: Any) -> Any: ...
 
 
 class _Member(NamedTuple):
@@ -96,7 +105,7 @@ def _renumbered(groups: list[dict[str, Any]], sizes: list[int]) -> list[dict[str
     ]
 
 
-def plain_optimizer(optimizer: "DistributedOptimizer") -> PlainOptimizer | None:
+def plain_optimizer(optimizer: LiveOptimizer) -> PlainOptimizer | None:
     """The plain model's, for an optimizer of a model with replaced modules; else None.
 
     Raises:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import _core
-from smp.job import objects
-from smp.partitioning.restore import parts_of
+from smp.collectives import objects
+from smp.pytorch.restore import parts_of
 from smp.ranks import CommGroup
 from smp.state_mod import state
 

@@ -15,16 +15,16 @@ from torch.nn.modules.module import _IncompatibleKeys
 from smp.modules import remote_tensors
 from smp.ranks import CommGroup
 from smp.saving.replica import Replica, map_tensors
+from smp.slicing.slices import Slices, slices_of
 from smp.tensor_parallel import group
-from smp.tensor_parallel.slices import Slices, slices_of
 
 if TYPE_CHECKING:
-    from smp.model import DistributedModel
+    from smp.modules.live_models import LiveModel
 
 IS_PARTIAL = "_smp_is_partial"
 
 
-def owners_of_entries(model: "DistributedModel", names: Mapping[str, Any]) -> dict[str, int]:
+def owners_of_entries(model: "LiveModel", names: Mapping[str, Any]) -> dict[str, int]:
     """The pp_rank of each entry of the module's state dict; alike on all ranks."""
     by_parameter = {
         id(parameter): model._smp_owners[name]
@@ -53,14 +53,14 @@ def _entries(module: nn.Module) -> "OrderedDict[str, Any]":
     return module.state_dict(keep_vars=True)  # type: ignore[return-value]
 
 
-def local_state_dict(model: "DistributedModel") -> "OrderedDict[str, Any]":
+def local_state_dict(model: "LiveModel") -> "OrderedDict[str, Any]":
     """This rank's entries, and ``_smp_is_partial``."""
     out = _owned(model)
     out[IS_PARTIAL] = True
     return out
 
 
-def _owned(model: "DistributedModel") -> "OrderedDict[str, Any]":
+def _owned(model: "LiveModel") -> "OrderedDict[str, Any]":
     entries = _entries(model._smp_module)
     mine = OrderedDict(entries)
     if model.partitioned:
@@ -73,7 +73,7 @@ def _owned(model: "DistributedModel") -> "OrderedDict[str, Any]":
 
 
 def full_state_dict(
-    model: "DistributedModel", gather_to_rank0: bool, cast_to_cpu: bool
+    model: "LiveModel", gather_to_rank0: bool, cast_to_cpu: bool
 ) -> "OrderedDict[str, Any]":
     """Everything, in the order of the module's own state dict.
 
@@ -144,7 +144,7 @@ def _own_slices(entries: Mapping[str, Any], given: "OrderedDict[str, Any]") -> A
 
 
 def load(
-    model: "DistributedModel",
+    model: "LiveModel",
     state_dict: Mapping[str, Any],
     strict: bool,
     same_partition_load: bool,
@@ -183,7 +183,7 @@ def load(
     return _load_now(model, given, partial, strict, same_partition_load)
 
 
-def load_deferred(model: "DistributedModel") -> None:
+def load_deferred(model: "LiveModel") -> None:
     """Do the loads deferred until the partition, in their order."""
     waiting, model._smp_deferred_loads = model._smp_deferred_loads, []
     for given, partial, strict, same_partition_load in waiting:
@@ -191,7 +191,7 @@ def load_deferred(model: "DistributedModel") -> None:
 
 
 def _load_now(
-    model: "DistributedModel",
+    model: "LiveModel",
     given: "OrderedDict[str, Any]",
     partial: bool,
     strict: bool,

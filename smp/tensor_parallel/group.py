@@ -16,10 +16,11 @@ from torch import Tensor
 
 from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
-from smp.execution import runtime
-from smp.execution.compiled_code import not_traced
-from smp.tensor_parallel import assumed, order
-from smp.tensor_parallel.slices import Slices, share
+from smp.pytorch.compiled_code import not_traced
+from smp.runtime import runtime
+from smp.slicing.slices import Slices, share
+from smp.tensor_parallel.backward import order
+from smp.tensor_parallel.rows import assumed_sizes
 
 # The size of a TP_GROUP under planning; None: the job's counts.
 _planned: ContextVar[int | None] = ContextVar("smp.tensor_parallel.planned", default=None)
@@ -136,7 +137,7 @@ def gather_rows(
         axis: 0, if not `moves_columns`.
 
     Raises:
-        assumed.Unlike: the other tp_ranks assumed other sizes.
+        assumed_sizes.Unlike: the other tp_ranks assumed other sizes.
     """
     tp_group: Any = ranks.get_tp_process_group()
     is_even = len(set(lengths)) == 1
@@ -148,7 +149,7 @@ def gather_rows(
             try:
                 return tp_group.gather_rows(out, own, counts, is_async, signature, out_rows)
             except dist.DistBackendError as error:
-                assumed.check(error)
+                assumed_sizes.check(error)
                 raise
 
         call.run(start)

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from smp import ranks
-from smp.execution.compiled_code import not_traced
-from smp.tensor_parallel import assumed, group
-from smp.tensor_parallel.chain import linked, new_token
-from smp.tensor_parallel.order import Call
-from smp.tensor_parallel.second_derivatives import refused
-from smp.tensor_parallel.unused import defined, keep_shape
+from smp.pytorch.compiled_code import not_traced
+from smp.runtime.chain import linked, new_token
+from smp.tensor_parallel import group
+from smp.tensor_parallel.backward.order import Call
+from smp.tensor_parallel.backward.unused_collectives import defined, keep_shape
+from smp.tensor_parallel.rows import assumed_sizes
+from smp.tensor_parallel.rows.second_derivatives import refused
 
 Lengths = list[int]  # by tp_rank
 
@@ -238,10 +239,10 @@ def gather(x: Tensor, axis: int, lengths: Lengths, signature: int = 0) -> Tensor
     """``fused_allgather_for_tp`` of known lengths along the axis, by tp_rank.
 
     Args:
-        signature: of assumed sizes (`smp.tensor_parallel.assumed`); 0: none are.
+        signature: of assumed sizes (`smp.tensor_parallel.rows.assumed_sizes`); 0: none are.
 
     Raises:
-        assumed.Unlike: they are others.
+        assumed_sizes.Unlike: they are others.
     """
     return linked(_Gather, x, axis, lengths, signature) if group.size() > 1 else x
 
@@ -253,13 +254,13 @@ def gather_all(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
     mine = _of_entering(x, axis)
     # Indices never require grad, even after numbers of that length did.
     kind = "lengths", x.is_floating_point() or x.is_complex()
-    if assumed.is_possible(x):
-        everyones = assumed.everyones(kind, mine)
+    if assumed_sizes.is_possible(x):
+        everyones = assumed_sizes.everyones(kind, mine)
         x_now, lengths = _entered(x, everyones)
-        with contextlib.suppress(assumed.Unlike):
-            return gather(x_now, axis, lengths, assumed.signature(everyones)), lengths
+        with contextlib.suppress(assumed_sizes.Unlike):
+            return gather(x_now, axis, lengths, assumed_sizes.signature(everyones)), lengths
     known = group.gather_numbers([*mine], x.device)
-    assumed.remember(kind, mine, tuple((length, requires) for length, requires in known))
+    assumed_sizes.remember(kind, mine, tuple((length, requires) for length, requires in known))
     x, lengths = _entered(x, known)
     return gather(x, axis, lengths), lengths
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from smp import _core
-from smp.execution import runtime
-from smp.tensor_parallel import chain, group, primitives, split_parameters
-from smp.tensor_parallel.slices import (
+from smp.runtime import chain, runtime
+from smp.slicing import split_parameters
+from smp.slicing.slices import (
     PATH,
     PATH_OF_PARAMETER,
     Slices,
@@ -28,7 +28,8 @@ from smp.tensor_parallel.slices import (
     slices_of,
     whole_shape,
 )
-from smp.tensor_parallel.split_parameters import INIT, SplitTensor, refuse
+from smp.slicing.split_parameters import INIT, SplitTensor, refuse
+from smp.tensor_parallel import group, primitives
 
 # Reads of the memory of a slice, or of the parameter as an object.
 _METADATA = {
@@ -106,7 +107,9 @@ def called_with_slices(
 
 
 def _wholes_in(module: nn.Module) -> dict[str, nn.Parameter]:
-    found = {}
+    found: dict[str, nn.Parameter] = {}
+    if group.size() == 1:
+        return found
     for name, slices in module.__dict__.get(split_parameters.HELD, {}).items():
         value = module._parameters.get(name)
         if value is None or isinstance(value, SplitTensor):

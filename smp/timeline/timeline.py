@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smp import _core
-from smp.execution import runtime
-from smp.job.objects import allgather
+from smp.collectives.objects import allgather
 from smp.ranks import CommGroup, rank
+from smp.runtime import runtime
 from smp.timeline import timeline_picture
 
 STEP_FUNCTION = "step function"

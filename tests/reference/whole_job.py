@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from smp.slicing.slices import slices_of
 from smp.state_mod import state
-from smp.tensor_parallel.slices import slices_of
 from tests.reference.split import split_batch
 
 Loss = Callable[..., Tensor]  # (model, *batch) -> a rank's own loss, or a microbatch's

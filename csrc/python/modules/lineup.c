@@ -228,7 +228,7 @@ py_ended_in_order(PyObject *module, PyObject *unused)
 
 /* hear_failure(timeout_s): of the step, after a collective failed because a rank called
  * another operation.  In a sequence that rank may have heard of the failure before
- * (smp/execution/sequence.py); in other steps the call does not wait. */
+ * (smp/tensor_parallel/backward/sequence.py); in other steps the call does not wait. */
 static PyObject *
 py_hear_failure(PyObject *module, PyObject *timeout)
 {

@@ -7,7 +7,7 @@ from smp.nn.huggingface import forms
 from smp.nn.huggingface.forms import Form
 from smp.nn.huggingface.translation import Translation, functions_of, part
 from smp.nn.transformer.layer import DistributedTransformer
-from smp.tensor_parallel import plans
+from smp.tensor_parallel.splits import plans
 
 
 def split_attention(attention: Any, path: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from smp.modules.stand_ins import stand_in
 from smp.tensor_parallel import group
-from smp.tensor_parallel.regions import takes_cache
+from smp.tensor_parallel.rows.regions import takes_cache
 
 # Methods that rearrange or crop caches; those without a first "_" are of transformers before
 # 4.39.

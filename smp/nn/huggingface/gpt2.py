@@ -13,11 +13,11 @@ from smp.nn.huggingface.forms import Arguments, Form, additive, language_model, 
 from smp.nn.huggingface.translation import QKV, StateDict, Translation, part
 from smp.nn.transformer.layer import DistributedTransformerLayer
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead
-from smp.tensor_parallel import plans
-from smp.tensor_parallel.caches import CACHES
-from smp.tensor_parallel.counterparts import BothWays
-from smp.tensor_parallel.linears import cut_outputs
-from smp.tensor_parallel.replacement import Hook, Known
+from smp.tensor_parallel.rows.caches import CACHES
+from smp.tensor_parallel.rows.linears import cut_outputs
+from smp.tensor_parallel.splits import plans
+from smp.tensor_parallel.splits.counterparts import BothWays
+from smp.tensor_parallel.splits.replacement import Hook, Known
 
 
 def split_attention(attention: Any, path: str) -> None:

@@ -7,7 +7,7 @@ from smp.nn.huggingface import forms
 from smp.nn.huggingface.forms import Form
 from smp.nn.huggingface.translation import Translation, functions_of, part
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead
-from smp.tensor_parallel import plans
+from smp.tensor_parallel.splits import plans
 
 IN_PLACE = {
     "GPTNeoSelfAttention": partial(

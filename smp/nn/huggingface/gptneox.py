@@ -9,7 +9,7 @@ from smp.nn.huggingface import forms
 from smp.nn.huggingface.forms import Arguments, Form, heads_of_the_model, language_model
 from smp.nn.huggingface.translation import QKV, StateDict, Translation, part
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead
-from smp.tensor_parallel import plans
+from smp.tensor_parallel.splits import plans
 
 IN_PLACE = {
     "GPTNeoXAttention": partial(

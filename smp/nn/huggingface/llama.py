@@ -6,8 +6,8 @@ from typing import Any
 
 from smp.nn.huggingface.translation import as_it_is
 from smp.tensor_parallel import group
-from smp.tensor_parallel.linears import choose_outputs, cut_inputs, cut_outputs
-from smp.tensor_parallel.regions import Region, make_region
+from smp.tensor_parallel.rows.linears import choose_outputs, cut_inputs, cut_outputs
+from smp.tensor_parallel.rows.regions import Region, make_region
 
 
 def split_attention(attention: Any, path: str) -> None:

@@ -8,10 +8,10 @@ import math
 from typing import Any
 
 from smp.nn.huggingface.llama import split_attention
+from smp.slicing.slices import Slices
 from smp.tensor_parallel import group
-from smp.tensor_parallel.linears import keep_slice
-from smp.tensor_parallel.regions import Region, make_region
-from smp.tensor_parallel.slices import Slices
+from smp.tensor_parallel.rows.linears import keep_slice
+from smp.tensor_parallel.rows.regions import Region, make_region
 
 # Channels of an expert kept together where there are enough: torch's grouped_mm wants rows of a
 # multiple of 16 bytes.

@@ -3,10 +3,10 @@
 from typing import Any
 
 from smp.nn.huggingface.translation import as_it_is
+from smp.slicing.slices import Slices
 from smp.tensor_parallel import group
-from smp.tensor_parallel.linears import cut_inputs, cut_outputs, keep_slice
-from smp.tensor_parallel.regions import Region, make_region
-from smp.tensor_parallel.slices import Slices
+from smp.tensor_parallel.rows.linears import cut_inputs, cut_outputs, keep_slice
+from smp.tensor_parallel.rows.regions import Region, make_region
 
 
 def split_attention(attention: Any, path: str) -> None:

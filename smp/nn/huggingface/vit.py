@@ -8,8 +8,8 @@ from smp.nn.huggingface.forms import Form
 from smp.nn.huggingface.translation import Translation, functions_of, part
 from smp.nn.transformer.layer import DistributedTransformer
 from smp.tensor_parallel import group
-from smp.tensor_parallel.linears import cut_inputs, cut_outputs
-from smp.tensor_parallel.regions import Region, make_region
+from smp.tensor_parallel.rows.linears import cut_inputs, cut_outputs
+from smp.tensor_parallel.rows.regions import Region, make_region
 
 
 def split_attention(attention: Any, path: str) -> None:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.nn.transformer import positions
-from smp.nn.transformer.meeting import given_stream, meet
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.seeds import new_seed
 from smp.nn.transformer.split_parts import (
@@ -19,10 +18,13 @@ from smp.nn.transformer.split_parts import (
     first_linear,
     layer_norm,
 )
+from smp.nn.transformer.stream_access import given_stream, meet
 from smp.nn.transformer.token_stream import Source, TokenStream
-from smp.tensor_parallel import gradients, group, kernels
-from smp.tensor_parallel.distributed_module import DistributedModule
-from smp.tensor_parallel.kernels import Dropout
+from smp.tensor_parallel import group
+from smp.tensor_parallel.backward import gradients
+from smp.tensor_parallel.rows import kernels
+from smp.tensor_parallel.rows.kernels import Dropout
+from smp.tensor_parallel.splits.distributed_module import DistributedModule
 
 
 class FlashAttentionLayer(nn.Module):

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.attention import DistributedAttentionLayer
-from smp.nn.transformer.meeting import check_hidden, given_stream, travelling
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.output_layer import DistributedTransformerOutputLayer
+from smp.nn.transformer.stream_access import check_hidden, given_stream, travelling
 from smp.nn.transformer.token_stream import TokenStream
-from smp.tensor_parallel.distributed_module import DistributedModule
+from smp.tensor_parallel.splits.distributed_module import DistributedModule
 
 Stream = tuple[Any, ...]  # a layer's input and output, hidden first
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from smp.nn.transformer.meeting import given_stream, meet
 from smp.nn.transformer.options import ACTIVATIONS, Options, takes
 from smp.nn.transformer.split_parts import (
     PartOfSum,
@@ -13,9 +12,10 @@ from smp.nn.transformer.split_parts import (
     first_linear,
     layer_norm,
 )
+from smp.nn.transformer.stream_access import given_stream, meet
 from smp.nn.transformer.token_stream import TokenStream
-from smp.tensor_parallel import gradients
-from smp.tensor_parallel.distributed_module import DistributedModule
+from smp.tensor_parallel.backward import gradients
+from smp.tensor_parallel.splits.distributed_module import DistributedModule
 
 
 @takes(

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from smp.tensor_parallel import group, kernels
-from smp.tensor_parallel.kernels import Dropout
+from smp.tensor_parallel import group
+from smp.tensor_parallel.rows import kernels
+from smp.tensor_parallel.rows.kernels import Dropout
 
 
 def new_seed() -> int:

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 from smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
 from smp.nn.transformer.options import Options
+from smp.slicing.slices import Slices
 from smp.tensor_parallel import group
-from smp.tensor_parallel.linears import cut_weights, keep_slice
-from smp.tensor_parallel.slices import Slices
+from smp.tensor_parallel.rows.linears import cut_weights, keep_slice
 
 
 class PartOfSum(nn.Linear):

@@ -12,10 +12,11 @@ from smp.nn.layer_norm import DistributedLayerNorm, FusedLayerNorm
 from smp.nn.transformer.options import Options
 from smp.nn.transformer.seeds import new_dropout, new_seed, seeds_of
 from smp.nn.transformer.split_parts import PartOfSum
-from smp.tensor_parallel import group, kernels, primitives
-from smp.tensor_parallel.autocast import computed_in
-from smp.tensor_parallel.gathered_linears import gathered_linears, is_hooked
-from smp.tensor_parallel.kernels import Dropout
+from smp.tensor_parallel import group, primitives
+from smp.tensor_parallel.rows import kernels
+from smp.tensor_parallel.rows.autocast import computed_in
+from smp.tensor_parallel.rows.gathered_linears import gathered_linears, is_hooked
+from smp.tensor_parallel.rows.kernels import Dropout
 
 
 class Source(NamedTuple):

@@ -1,0 +1,1 @@
+"""Forwards that run again in backward, in the place of kept activations."""

@@ -1,0 +1,1 @@
+"""Parameters that hold a slice of the whole, and their marks."""

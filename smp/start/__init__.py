@@ -1,0 +1,1 @@
+"""The start and the end of a job, and reports about it."""

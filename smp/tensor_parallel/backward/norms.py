@@ -1,0 +1,113 @@
+"""``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` of a model on several ranks.
+
+Torch sees another norm on each rank: the ranks would scale their gradients differently, and
+common parameters would drift apart.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp.optimizers import clip_by_the_models_norm, norm_over_the_model
+from smp.runtime import runtime
+from smp.slicing.slices import is_of_split_model
+
+
+def take_the_models_norm_from_now() -> Callable[[], None]:
+    """Have torch take the whole model's norm where the model is split or in a pipeline.
+
+    All ranks of the MP_GROUP must call it then, a stage without parameters, too.  Torch's
+    functions stay the same objects: scripts may have imported them by name.
+    ``clip_grads_with_norm_`` needs no change: it scales by the given norm.
+
+    Returns:
+        undoes it.
+    """
+    plain_clip, give_clip = _inside(nn.utils.clip_grad_norm_)
+    plain_norm, give_norm = _inside(nn.utils.get_total_norm)
+
+    def clip_grad_norm_(
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        some = _listed(parameters)
+        of_models = shared_parameters()
+        # A stage may have no parameters; it decides as the others do.
+        if some and not any(id(p) in of_models for p in some) or not of_models:
+            if all(p.grad is None for p in some):
+                return torch.tensor(0.0)  # torch asks for the norm of no gradients
+            return plain_clip(some, max_norm, norm_type, error_if_nonfinite, foreach)
+        norm = clip_by_the_models_norm(some, max_norm, norm_type)
+        _check(norm, norm_type, error_if_nonfinite)
+        return norm
+
+    def get_total_norm(
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        some = _listed(tensors)
+        of_models = shared_parameters()
+        by_gradient = {id(p.grad): p for p in of_models.values() if p.grad is not None}
+        found = [by_gradient[id(tensor)] for tensor in some if id(tensor) in by_gradient]
+        if some and not found or not of_models:
+            return plain_norm(some, norm_type, error_if_nonfinite, foreach)
+        if len(found) < len(some):
+            raise ValueError(
+                f"smp: get_total_norm got {len(found)} gradients of a model that several ranks "
+                f"have, and {len(some) - len(found)} other tensors: which ranks have these is "
+                "not known; call it with each of the two"
+            )
+        norm = norm_over_the_model(found, float(norm_type))
+        _check(norm, norm_type, error_if_nonfinite)
+        return norm
+
+    give_clip(clip_grad_norm_)
+    give_norm(get_total_norm)
+
+    def undo() -> None:
+        give_clip(plain_clip)
+        give_norm(plain_norm)
+
+    return undo
+
+
+def _inside(users: Any) -> tuple[Callable[..., Tensor], Callable[[Callable], None]]:
+    """The function inside one of torch's calls without grad, and a setter for another."""
+    plain = users.__wrapped__
+    (called,) = (cell for cell in users.__closure__ if cell.cell_contents is plain)
+
+    def give(function: Callable) -> None:
+        called.cell_contents = function
+
+    return plain, give
+
+
+def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def shared_parameters() -> dict[int, Tensor]:
+    """By id, the parameters of models with a part on this rank."""
+    rt = runtime.get("a function of torch's that takes gradients")
+    return {
+        id(parameter): parameter
+        for model in rt.live_models()
+        for parameter in model.parameters()
+        if rt.pp_size > 1 or is_of_split_model(parameter)
+    }
+
+
+def _check(norm: Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
+    """Raise torch's error for a norm that is not finite, if asked for."""
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} for the gradients of the model is "
+            "non-finite, so it cannot be clipped"
+        )

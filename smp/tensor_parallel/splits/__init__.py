@@ -1,0 +1,1 @@
+"""Marks of modules, and the modules split or replaced by them."""
