@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import smp
-from smp import _core, execution
+from smp import _core
+from smp.pytorch import accelerator as devices_of_torch
 from smp.pytorch import staging
 from tests import accelerator
 from tests.devices import DEVICES, SEVERAL, use
@@ -379,7 +380,7 @@ def module(monkeypatch) -> Module:
 @pytest.mark.parametrize("every", [False, True])
 def test_random_numbers_of_the_current_device_or_of_every_one_are_put_back(module, every):
     users = torch.random.get_rng_state()
-    state = execution.accelerator.RandomState(every_device=every)
+    state = devices_of_torch.RandomState(every_device=every)
     module.states = [20, 21]
     torch.rand(1)
     state.restore()
@@ -388,16 +389,16 @@ def test_random_numbers_of_the_current_device_or_of_every_one_are_put_back(modul
 
 
 def test_a_device_that_nobody_has_started_is_left_alone(module):
-    assert execution.accelerator.place() == (1, "a stream")
-    host, device = execution.accelerator.generators()
+    assert devices_of_torch.place() == (1, "a stream")
+    host, device = devices_of_torch.generators()
     assert host is torch.default_generator and int(device.get_state()) == 11
     module.default_generators = ["the first one's", "the second one's"]
-    assert execution.accelerator.generator() == "the second one's"
-    assert execution.accelerator.generator(0) == "the first one's"
+    assert devices_of_torch.generator() == "the second one's"
+    assert devices_of_torch.generator(0) == "the first one's"
     module.started = False
-    assert execution.accelerator.in_use() is None and execution.accelerator.place() is None
-    assert execution.accelerator.generator() is None
-    assert execution.accelerator.generators() == [torch.default_generator]
+    assert devices_of_torch.in_use() is None and devices_of_torch.place() is None
+    assert devices_of_torch.generator() is None
+    assert devices_of_torch.generators() == [torch.default_generator]
 
 
 def test_what_arrives_goes_to_where_the_parameters_are(module):
