@@ -560,7 +560,7 @@ def test_a_remote_call_carries_what_differs_here_and_a_backward_what_it_can_see(
         assert thread_state.capture_for_backward() == (meta, (), (), False)
 
     changed = (("a module", "training", False),)
-    monkeypatch.setattr(thread_state.changes, "travelling", lambda: changed)
+    monkeypatch.setattr(thread_state.travelling_changes, "travelling", lambda: changed)
     assert thread_state.capture_for_call("far") == ((None, (), changed, False), None)
     assert thread_state.capture_for_backward() == (None, (), changed, False)
 

@@ -320,9 +320,13 @@ def put(module: Any, name: str, value: Any, absent: Any) -> None:
 
 
 def finish(went_well: bool) -> None:
-    """The step is over: the last microbatch's values stay."""
+    """The step is over: the last microbatch's values stay.
+
+    After a failure those stay that tracing has not seen: a branch that runs once has run.
+    """
     for (_, name), values in _values.items():
-        if not went_well or not values.by_microbatch:
+        unseen = values.module.__dict__[stand_ins.KEPT][name].unseen
+        if not values.by_microbatch or not (went_well or unseen):
             continue
         last = values.by_microbatch[max(values.by_microbatch)]
         if last is _DELETED:
