@@ -265,7 +265,6 @@ OUTSIDE = {
     "sum": lambda net: net.first.weight.data.sum().item(),
     "__setitem__": an_element,
     "eye_": lambda net: nn.init.eye_(net.first.weight),
-    "trunc_normal_": lambda net: nn.init.trunc_normal_(net.first.weight),
     "equal": lambda net: torch.equal(net.first.weight, net.first.weight.clone()),
     "view": lambda net: nn.utils.parameters_to_vector(net.first.parameters()),
     "copying": lambda net: copy.deepcopy(net.first.weight),
