@@ -166,7 +166,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Returns:
             the wrapped optimizer's result.
         """
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        if closure is not None:
+            return self.optimizer.step(closure)
+        with torch._C.DisableTorchFunctionSubclass():  # slices are as fast as plain tensors
+            return self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters.

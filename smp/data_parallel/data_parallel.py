@@ -33,6 +33,7 @@ from smp.ranks import CommGroup
 from smp.runtime import microbatches
 from smp.slicing.parameter_marks import attach_hooks
 from smp.slicing.slices import is_scaled_batch
+from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
 
 if TYPE_CHECKING:
@@ -185,6 +186,7 @@ class DataParallel:
 
     # ---------------------------------------------------------- without the C core's ledger
 
+    @among_slices
     def _accumulated(self, parameter: Tensor) -> None:
         """A backward added to ``.grad``; pipeline degree 1."""
         rt = self._model._smp_runtime
@@ -358,6 +360,7 @@ def watch(models: Sequence["LiveModel"]) -> None:
             model._smp_data_parallel._prepare()
 
 
+@among_slices
 def begin(members: Sequence[DataParallel], with_buffers: bool = True) -> Reduction | None:
     """A step with an exchange of gradients after it begins.  Collective.
 
@@ -377,6 +380,7 @@ def begin(members: Sequence[DataParallel], with_buffers: bool = True) -> Reducti
     return reduction
 
 
+@among_slices
 def finish(
     reduction: Reduction,
     error: BaseException | None = None,

@@ -7,10 +7,11 @@ tensors.
 """
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from smp.slicing.slices import PATH_OF_PARAMETER, slices_of, whole_shape
 INIT = "torch.nn.init"
 HELD = "_smp_held"  # in a module's __dict__: the Slices of its parameters, by name
 _NOT_SCRIPTS = ("smp.", "torch.optim.", "torch._dynamo.")
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Service(NamedTuple):
@@ -67,6 +71,37 @@ def own_call(module: nn.Module) -> Iterator[None]:
         _own.called = before
 
 
+# The same of a slice and of the whole: asked for often, by optimizers and reductions.
+_ALIKE = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "device",
+        "dtype",
+        "grad",
+        "grad_fn",
+        "is_cpu",
+        "is_cuda",
+        "is_leaf",
+        "is_meta",
+        "is_sparse",
+        "layout",
+        "ndim",
+        "requires_grad",
+    )
+) | {Tensor.__hash__, Tensor.is_complex, torch.is_complex, Tensor.is_floating_point}
+
+
+def among_slices(function: _Function) -> _Function:
+    """Decorate a function of smp's own: in it each slice is a plain tensor, and as fast."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 class SplitTensor(Tensor):
     """This rank's slice of a tensor; only its owner takes the slice as such."""
 
@@ -75,6 +110,9 @@ class SplitTensor(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _ALIKE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         user = "" if _are_own(args) else _user()
         with torch._C.DisableTorchFunctionSubclass():
             if not user:
