@@ -35,7 +35,7 @@ def squares(model: nn.Module, ids: Tensor) -> Tensor:
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     """Gradients that are 0 but for rounding, as a key's bias has, stay small."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 def outcome(seed: int, prescaled: bool) -> str:
