@@ -102,7 +102,7 @@ INSIDE: dict[str, Callable[[int], nn.Module]] = {
     "gelu": lambda inner: nn.GELU(),
     "layer norm": nn.LayerNorm,
     "softmax": lambda inner: nn.Softmax(-1),
-    "rms norm": nn.RMSNorm,
+    "rms norm": lambda inner: nn.RMSNorm(inner, eps=1e-5),
     "prelu": lambda inner: nn.PReLU(),
     "nothing": lambda inner: nn.Identity(),
 }
