@@ -225,16 +225,28 @@ def _whole(part: SplitTensor) -> Tensor:
         return slices.in_order(joined)
 
 
+_APPLY = "torch.autograd.function", "apply"
+
+
 def _refuse_in_function(part: Tensor) -> None:
     """Refuse a parameter given to an autograd function: the gradient would be the whole's."""
     if torch.is_grad_enabled() or not part.requires_grad:
         return
     frame = sys._getframe(1)
     while frame is not None:
-        names = frame.f_globals.get("__name__"), frame.f_code.co_name
-        is_apply = names == ("torch.autograd.function", "apply")
-        if is_apply and any(value is part for value in frame.f_locals.get("args", ())):
-            refuse(part, f"{frame.f_locals['cls'].__name__}.apply", together=True)
+        code, values = frame.f_code, frame.f_locals
+        if (frame.f_globals.get("__name__"), code.co_name) == _APPLY:
+            cls, given = values["cls"], values.get("args", ())
+        elif (
+            code.co_name == "forward"
+            and code.co_varnames
+            and isinstance(ctx := values.get(code.co_varnames[0]), torch._C._FunctionBase)
+        ):  # PyTorch 2.15 applies without a frame
+            cls, given = getattr(ctx, "_forward_cls", type(ctx)), tuple(values.values())
+        else:
+            given = ()
+        if any(value is part for value in given):
+            refuse(part, f"{cls.__name__}.apply", together=True)
         frame = frame.f_back  # type: ignore[assignment]
 
 
