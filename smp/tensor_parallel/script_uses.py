@@ -87,20 +87,21 @@ def called_with_slices(
     given = _wholes_in(module)
     if not given:
         return forward(module, *args, **kwargs)
+    if not group.same_samples():
+        name, whole = next(iter(given.items()))
+        path = module.__dict__.get(PATH, type(module).__name__)
+        raise NotImplementedError(
+            f"smp: '{path}' is split over the TP_GROUP, and was called with a tensor of "
+            f"shape {list(whole.shape)} in the place of its '{name}', on different "
+            f"samples: leave it whole, smp.set_tensor_parallelism('{path}', False)"
+        )
     slices = module.__dict__[split_parameters.HELD]
-    for name, whole in given.items():
-        if not group.same_samples():
-            path = module.__dict__.get(PATH, type(module).__name__)
-            raise NotImplementedError(
-                f"smp: '{path}' is split over the TP_GROUP, and was called with a tensor of "
-                f"shape {list(whole.shape)} in the place of its '{name}', on different "
-                f"samples: leave it whole, smp.set_tensor_parallelism('{path}', False)"
-            )
-        cut = slices[name]
-        lengths = [cut.local_size(rank) for rank in range(group.size())]
-        part = primitives.own_part(cut.by_rank(whole), cut.axis, lengths)
-        module._parameters[name] = part  # type: ignore[assignment]
     try:
+        for name, whole in given.items():
+            cut = slices[name]
+            lengths = [cut.local_size(rank) for rank in range(group.size())]
+            part = primitives.own_part(cut.by_rank(whole), cut.axis, lengths)
+            module._parameters[name] = part  # type: ignore[assignment]
         return forward(module, *args, **kwargs)
     finally:
         module._parameters.update(given)
