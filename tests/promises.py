@@ -103,13 +103,14 @@ class Backward(torch.autograd.Function):
         return gradient, None
 
 
-class Faulty(nn.Linear):
-    """A layer to which something happens in one of its passes."""
+class Fault:
+    """Happens once, after some passes.  No attribute of the module: a microbatch that changes
+    one, after another has read it, is refused."""
 
-    phase, passes, how = "", 0, trouble
+    phase, passes, how = "", 0, staticmethod(trouble)
     began: float | None = None
 
-    def _pass(self, phase: str) -> None:
+    def __call__(self, phase: str) -> None:
         if phase == self.phase:
             self.passes -= 1
             if self.passes < 0:
@@ -117,11 +118,19 @@ class Faulty(nn.Linear):
                 self.began = time.monotonic()
                 self.how()
 
+
+class Faulty(nn.Linear):
+    """A layer to which something happens in one of its passes."""
+
+    def __init__(self, width: int):
+        super().__init__(width, width)
+        self.fault = Fault()
+
     def forward(self, x):
-        return Backward.apply(self._forward(x), lambda: self._pass("backward"))
+        return Backward.apply(self._forward(x), lambda: self.fault("backward"))
 
     def _forward(self, x):
-        self._pass("forward")
+        self.fault("forward")
         return super().forward(x)
 
 
@@ -140,7 +149,7 @@ def trouble_in_steps(rounds: int, how: str) -> list[Moment]:
             "microbatches": MICROBATCHES,
         }
     )
-    net = nn.Sequential(*(Faulty(WIDTH, WIDTH) for _ in range(2 * smp.size())))
+    net = nn.Sequential(*(Faulty(WIDTH) for _ in range(2 * smp.size())))
     for i, layer in enumerate(net):
         smp.set_partition(layer, i % smp.size())
     model = smp.DistributedModel(net)
@@ -152,7 +161,7 @@ def trouble_in_steps(rounds: int, how: str) -> list[Moment]:
         for _ in range(rounds):
             where = draw.randrange(len(net))
             phase, passes = draw.choice(["forward", "backward"]), draw.randrange(MICROBATCHES)
-            mine = net[where] if where % smp.size() == smp.rank() else None
+            mine = net[where].fault if where % smp.size() == smp.rank() else None
             if mine is not None:
                 mine.phase, mine.passes = phase, passes
                 mine.how = {"Ctrl-C": ctrl_c, "exception": trouble}[how]

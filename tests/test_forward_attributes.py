@@ -304,6 +304,62 @@ def test_what_a_step_has_noted_for_its_backward_is_its_own(owner):
             torch.testing.assert_close(parameter.grad, its[name].grad)
 
 
+class Passes(torch.autograd.Function):
+    """Counts its module's backwards."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.module.passed(), None
+
+
+class CountsPasses(nn.Module):
+    def __init__(self, reads):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.reads, self.passes = reads, 0
+
+    def passed(self):
+        self.passes += 1
+        return self.passes
+
+    def forward(self, x):
+        if self.reads and self.passes > 5:
+            return x
+        return self.second(Passes.apply(self.first(x), self))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_attribute_that_only_backwards_set_is_the_modules(reads):
+    """... and one that a later microbatch's forward has read before is refused."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
+    net = CountsPasses(reads).double()
+    plain = copy.deepcopy(net)
+    smp.set_partition(net, 0)
+    smp.set_partition(net.second, 1)
+    model = smp.DistributedModel(net)
+    x = torch.arange(24, dtype=torch.float64).view(8, 3)
+    if reads:
+        with pytest.raises(RuntimeError, match="'passes' on pp_rank 0 is set in microbatch"):
+            for _ in range(2):
+                step(model, x)
+        return
+    for _ in range(2):
+        step(model, x)
+        for part in x.chunk(4):
+            (plain(part).square().mean() / 4).backward()
+    if smp.rank() == 0:
+        assert net.passes == plain.passes == 8
+    its = dict(plain.named_parameters())
+    for name, parameter in model.local_named_parameters():
+        torch.testing.assert_close(parameter.grad, its[name].grad)
+
+
 class Counts:
     """A plain object with fields."""
 

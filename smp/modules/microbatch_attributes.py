@@ -89,11 +89,11 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
             return
         kept = module.__dict__[stand_ins.KEPT][self.name]
         values = _values.get((id(module), self.name))
+        if _core.in_backward():
+            self._set_in_backward(module, kept, values, microbatch, value)
+            return
         if values is None:
             values = _values[id(module), self.name] = _Values(module)
-        if _core.in_backward():
-            values.by_microbatch[_owner_in_backward(kept, values, microbatch)] = value
-            return
         if kept.counted and microbatch not in values.by_microbatch:
             _core.await_turn(kept.gate)
         if values.read_before > microbatch:
@@ -112,11 +112,8 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
         """Its own value, or that left by those before; ``_ABSENT``: unset in the step."""
         values = _values.get((id(module), self.name))
         if _core.in_backward():
-            if values is None:
-                return _ABSENT
-            return values.by_microbatch.get(
-                _owner_in_backward(kept, values, microbatch), _ABSENT
-            )
+            owner = _owner_in_backward(kept, values, microbatch)
+            return _ABSENT if values is None or owner is None else values.by_microbatch[owner]
         if values is not None and microbatch in values.by_microbatch:
             _count(module, self.name, kept)
             return values.by_microbatch[microbatch]
@@ -134,6 +131,25 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
         earlier = [one for one in values.by_microbatch if one < microbatch]
         return values.by_microbatch[max(earlier)] if earlier else _ABSENT
 
+    def _set_in_backward(
+        self,
+        module: nn.Module,
+        kept: Kept,
+        values: _Values | None,
+        microbatch: int,
+        value: Any,
+    ) -> None:
+        """A value set by a forward's second run is its microbatch's own.  An attribute that no
+        forward sets is shared by the backwards: they have an order, as in one process.
+        """
+        owner = _owner_in_backward(kept, values, microbatch)
+        if values is not None and owner is not None:
+            values.by_microbatch[owner if kept.counted else microbatch] = value
+            return
+        if values is not None and values.read_before > microbatch:
+            self._refuse(module, microbatch, values.read_before)
+        super().__set__(module, value)
+
     def _refuse(self, module: nn.Module, microbatch: int, other: int) -> None:
         path, owner = live_models.home_of(module) or (type(module).__name__, 0)
         name = f"{path}.{self.name}".lstrip(".")
@@ -145,11 +161,13 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
         )
 
 
-def _owner_in_backward(kept: Kept, values: _Values, microbatch: int) -> int:
-    """The microbatch with the value for a forward that runs again.  For a carried attribute it
-    is the newest, since backwards come in an order of their own.
+def _owner_in_backward(kept: Kept, values: _Values | None, microbatch: int) -> int | None:
+    """The microbatch with the value for a forward that runs again; None: no forward has set it.
+
+    For a carried attribute it is the newest, since backwards come in an order of their own.
     """
-    return max(values.by_microbatch, default=microbatch) if kept.counted else microbatch
+    known = values.by_microbatch if values is not None else ()
+    return max((one for one in known if kept.counted or one <= microbatch), default=None)
 
 
 def _count(module: nn.Module, name: str, kept: Kept) -> None:
@@ -216,7 +234,7 @@ def _adopting(cls: type[nn.Module]) -> dict[str, Any]:
     def __setattr__(self, name, value):
         is_module = isinstance(value, nn.Parameter | nn.Module)
         if _core.current() is not None and not is_module and _can_be_own(self, name):
-            watch(self, {name: Kept(self.__dict__[stand_ins.ORDER])})
+            watch(self, {name: Kept(self.__dict__[stand_ins.ORDER], unseen=True)})
         cls.__setattr__(self, name, value)
 
     return {"__setattr__": __setattr__, **_original(cls)}
