@@ -149,7 +149,7 @@ def step(
     microbatches: int,
     active: int,
     turns: list[tuple[int, int]],
-    trains: Buffer,
+    entry_flags: Buffer,
     run_root: Callable[[int], None],
     seed: int,
     backwards: int,
@@ -160,7 +160,7 @@ def step(
     failure, the value is its description by `configure`'s ``describe_error``.
 
     kind: 0 simple, 1 interleaved, 2 as in ``turns`` (microbatch, phase); -1: serve pp_rank 0.
-    active: microbatches at a time.  trains: a byte for each entry.  run_root: called for each
+    active: microbatches at a time.  entry_flags: a byte for each entry.  run_root: called for each
     microbatch, on a worker's thread.  described: to be alike on all ranks.
 
     ConnectionError: a rank is lost, or has left.  RuntimeError: a deadlock, or the ranks do not
@@ -242,6 +242,12 @@ def call_remote(
 
 def call_entry(number: int, args: tuple[Any, ...], /) -> Any:
     """Call a run of ``nn.Sequential`` children by its entry's number."""
+
+def fetch_output(call: Any, number: int, tensor: int, link: int, /) -> Tensor:
+    """The values of an output of a chain: tensor `tensor` of its call `number`.
+
+    RuntimeError: outside the call's step.
+    """
 
 # The nodes of `smp.pytorch.autograd`, drawn in ``csrc/python/modules``.
 def send_forward(ctx: Any, call: Any, leaf: Tensor, *tensors: Tensor) -> Tensor: ...

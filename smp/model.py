@@ -29,6 +29,7 @@ from smp.modules import (
     microbatch_attributes,
     remote_modules,
     stand_ins,
+    stores,
 )
 from smp.modules.gates import Turns
 from smp.optimizers import clip_by_the_models_norm
@@ -464,6 +465,21 @@ class DistributedModel(live_models.LiveModel):
             self._smp_module, rank_of, rt.pp_rank, when_run.buffers
         )
         self._smp_changing = when_run.buffers
+        self._smp_chainable = remote_modules.chainable(
+            self._smp_module,
+            self._smp_entries,
+            {
+                *turns.modules,
+                *turns.reads,
+                *turns.carried,
+                *turns.own,
+                *turns.restored,
+                *when_run.attributes,
+                *when_run.buffers,
+                *(path for path, names in stores.stored(dict(self._smp_module.named_modules())).items() if names),
+            },
+            [one.path for one in self._smp_split if not one.reason],
+        )
         late_modules.refuse_from_now(self._smp_module)
         late_modules.refuse_from_now(self)  # the same children
         late_hooks.notice_from_now(self._smp_module, gates[-1], rt.pp_rank == 0)
@@ -761,20 +777,21 @@ def install_gradients(rt: runtime.Runtime, models: list[live_models.LiveModel]) 
     number = {id(p): i for i, p in enumerate(local)}
     first = array("i", [0])
     uses = array("i")
-    trains = bytearray()
+    flags = bytearray()
     for model in models:
-        for entry in model._smp_entries:
+        for entry, chains in zip(model._smp_entries, model._smp_chainable, strict=True):
             members = entry.callable.children if entry.module is None else [entry.module]
             inside = [p for m in members for p in m.parameters()]
-            trains.append(any(p.requires_grad for p in inside))
+            trains = remote_modules.TRAINS * any(p.requires_grad for p in inside)
+            flags.append(trains | remote_modules.CHAINS * (chains and rt.cfg.fast_mode))
             uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
             first.append(len(uses))
     _core.gradients_setup(local, first, uses, _sum_of_layouts)
     rt.parameters = local
     rt.staging.live_with(t for m in models for t in (*m.local_parameters(), *m.local_buffers()))
-    rt.trains = bytes(trains)
-    rt.grad_flags = flags = requires_grad_flags(models)
-    rt.grad_told = f"{sum(flags)} of {len(flags)} parameters require grad ({crc32(flags):08x})"
+    rt.entry_flags = bytes(flags)
+    rt.grad_flags = of_all = requires_grad_flags(models)
+    rt.grad_told = f"{sum(of_all)} of {len(of_all)} parameters require grad ({crc32(of_all):08x})"
 
 
 def clip_grad_norm_(model: DistributedModel, max_norm: float, norm_type: float = 2.0) -> Tensor:

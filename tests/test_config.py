@@ -52,7 +52,7 @@ def test_defaults():
         "deterministic_server": False,
         "static_mode": False,
         "static_mode_recording_steps": 5,
-        "fast_mode": False,
+        "fast_mode": True,
         "skip_tracing": False,
         "offload_activations": False,
         "activation_loading_horizon": 4,
@@ -522,7 +522,6 @@ def test_an_unknown_key_lists_the_known_ones():
             {"pipeline": "simple", "microbatches": 4, "active_microbatches": 3},
             "active_microbatches=3 is too few",
         ),
-        (1, {"fast_mode": True}, "needs static_mode"),
         (1, {"fp16": True, "bf16": True}, "only one of them"),
     ],
 )

@@ -47,6 +47,10 @@ enum {
     SMP_FLAG_UNUSED =
         1
         << 9, /* BACKWARD and its response: zeros may be of outputs that no loss uses */
+    SMP_FLAG_CHAIN = 1 << 10, /* FORWARD and its response: further calls follow the
+                                 first (python/modules/chain.h) */
+    SMP_FLAG_RESET = 1 << 11, /* of its response: the owner has undone them all */
+    SMP_FLAG_FETCH = 1 << 12, /* FORWARD: asks for an output of a chain, `about` */
 };
 
 typedef struct {

@@ -397,6 +397,20 @@ in_range(const smp_ledger *ledger, int32_t microbatch, int32_t entry)
            entry < ledger->nentries;
 }
 
+bool
+smp_ledger_share(const smp_ledger *ledger, int32_t entry, const int32_t *others,
+                 size_t nothers)
+{
+    for (int32_t i = ledger->first[entry]; i < ledger->first[entry + 1]; i++) {
+        for (size_t j = 0; j < nothers; j++) {
+            if (entry_uses(ledger, others[j], ledger->uses[i])) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
 smp_status
 smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t entry)
 {

@@ -29,6 +29,7 @@
 #ifndef SMP_SERVER_LEDGER_H
 #define SMP_SERVER_LEDGER_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -53,6 +54,10 @@ smp_status smp_ledger_create(int32_t nparameters, int32_t nentries,
                              const int32_t *first, const int32_t *uses,
                              const smp_ledger_ops *ops, void *ctx, smp_ledger **out);
 void       smp_ledger_destroy(smp_ledger *ledger);
+
+/* Whether the entry may use a parameter that one of the others may use. */
+bool smp_ledger_share(const smp_ledger *ledger, int32_t entry, const int32_t *others,
+                      size_t nothers);
 
 /* A step begins; backwards: how often the step function calls model.backward. */
 smp_status smp_ledger_begin(smp_ledger *ledger, int32_t microbatches,

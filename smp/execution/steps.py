@@ -454,7 +454,7 @@ class Step:
                     count,
                     active,
                     turns,
-                    rt.trains,
+                    rt.entry_flags,
                     self._run_microbatch,
                     seed,
                     rt.backwards,

@@ -183,7 +183,7 @@ class Config:
     deterministic_server: bool = flag()  # all replicas run requests in one order
     static_mode: bool = flag()
     static_mode_recording_steps: int = whole(5, at_least=1)
-    fast_mode: bool = flag()
+    fast_mode: bool = flag(True)
     skip_tracing: bool = flag()
     offload_activations: bool = flag()
     activation_loading_horizon: int = whole(4, at_least=1)
@@ -285,10 +285,6 @@ _RULES: list[_Rule] = [
         ),
         "active_microbatches={c.active_microbatches} is too few for pipeline='simple', which "
         "has all of microbatches={c.microbatches} in flight at once",
-    ),
-    (
-        lambda c, given, size: c.fast_mode and not c.static_mode,
-        "fast_mode=True needs static_mode=True",
     ),
     (
         lambda c, given, size: c.fp16 and c.bf16,

@@ -21,6 +21,7 @@ class LiveModel(nn.Module):
     _smp_data_parallel: Any
     _smp_runs: Any
     _smp_entries: list[Any]
+    _smp_chainable: list[bool]
     _smp_owners: dict[str, int]
     _smp_changing: dict[str, tuple[str, ...]]
     _smp_stateful: list[nn.Module]

@@ -9,6 +9,7 @@ activation, perhaps shared with other models: they run on their caller's rank.
 
 import functools
 from collections import OrderedDict
+from collections.abc import Collection
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -31,6 +32,10 @@ class Entry(NamedTuple):
 # By path of an ``nn.Sequential`` with children on several ranks: (number of an entry,
 # children).
 Runs = dict[str, list[tuple[int | None, list[nn.Module]]]]
+
+
+# Bits of an entry's byte in a step: as in csrc/python/modules/step.c.
+TRAINS, CHAINS = 1, 2
 
 
 class SequentialRun:
@@ -152,6 +157,24 @@ def make_entries(root: nn.Module, rank_of: dict[str, int]) -> tuple[list[Entry],
             runs[path].append((None if here else len(entries), modules))
             entries.append(Entry(SequentialRun(modules), None, label, rank))
     return entries, runs
+
+
+def chainable(
+    root: nn.Module, entries: list[Entry], changing: Collection[str], split: Collection[str]
+) -> list[bool]:
+    """By entry: whether a call may run before its caller has made it, and in vain.
+
+    Args:
+        changing: paths of modules with state left by a call.
+        split: paths of modules with collectives in their calls.
+    """
+    never = {id(root.get_submodule(path)) for path in (*changing, *split)}
+    found = []
+    for entry in entries:
+        members = entry.callable.children if entry.module is None else [entry.module]
+        inside = (id(one) for member in members for one in member.modules())
+        found.append(never.isdisjoint(inside))
+    return found
 
 
 def mark_remote_buffers(

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from smp import _core
 from smp.collectives import objects
 from smp.job import core_warnings, transports
-from smp.modules import hooks, late_hooks, late_modules, live_models, travelling_changes
+from smp.modules import (
+    hooks,
+    late_hooks,
+    late_modules,
+    live_models,
+    placeholders,
+    travelling_changes,
+)
 from smp.pytorch import (
     accelerator,
     autograd,
@@ -79,8 +86,8 @@ class Runtime:
         self.traced_backwards = 0  # model.backward calls while tracing
         self.backwards = 1  # ... of a step function, as far as known
         self.expected_in_pool = 0  # expected bytes in this rank's pool for the models
-        self.trains = b""  # by entry: has parameters with requires_grad
-        self.grad_flags = b""  # by parameter, at the making of trains
+        self.entry_flags = b""  # by entry: remote_modules.TRAINS and CHAINS
+        self.grad_flags = b""  # by parameter, at the making of entry_flags
         self.grad_told = ""  # ... in words
         self.weights: list[float] = [1.0]  # samples by microbatch, of the step under way
         self.microbatch = 0  # under way, without pipeline parallelism
@@ -208,6 +215,8 @@ class Runtime:
             leaf=torch.zeros((), requires_grad=True, device="cpu"),
             seed_tensor=torch.empty((), dtype=torch.int64, device="cpu"),
             aborted=failures.StepAborted,
+            placeholder=placeholders.Placeholder,
+            hollow=placeholders.Placeholder,
             split_tensor=split_parameters.SplitTensor,
             **calls,
         )

@@ -5,6 +5,7 @@
 #include "python/modules/call.h"
 
 #include "comm/messaging/comm.h"
+#include "python/modules/chain.h"
 #include "python/modules/hooks.h"
 #include "python/modules/nodes.h"
 #include "python/modules/reach.h"
@@ -18,37 +19,6 @@
 #include "python/values/unpack_scalar.h"
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
-
-/* Runs Send on the request's tensors with requires_grad, without the unreached. */
-static PyObject *
-apply_send(smp_call_object *call, const smp_pack *pack, uint64_t unreached)
-{
-    smp_session *session = &smp_the_session;
-    PyObject    *fixed[10];
-    PyObject   **args = fixed;
-    size_t       nargs = 2;
-    size_t       input = 0;
-    PyObject    *token;
-
-    if (pack->ntensors + 2 > sizeof(fixed) / sizeof(fixed[0])) {
-        args = PyMem_Malloc((pack->ntensors + 2) * sizeof(*args));
-        if (args == NULL) {
-            return PyErr_NoMemory();
-        }
-    }
-    args[0] = (PyObject *)call;
-    args[1] = session->leaf;
-    for (size_t i = 0; i < pack->ntensors; i++) {
-        if (pack->in_graph[i] && smp_is_reached(unreached, input++)) {
-            args[nargs++] = pack->tensors[i];
-        }
-    }
-    token = PyObject_Vectorcall(session->send_apply, args, nargs, NULL);
-    if (args != fixed) {
-        PyMem_Free(args);
-    }
-    return token;
-}
 
 static bool
 any_requires_grad(const smp_pack *pack)
@@ -115,9 +85,10 @@ refuse_shared(const sent_call *sent, PyObject *changed)
 
 /* Reads the arguments changed in place by the callee: pairs of argument number and
  * tensor.  Those that autograd must know are the response's first; the others are
- * written back at once.  Returns a list of the first kind's arguments (new). */
+ * written back at once: *written.  Returns a list of the first kind's arguments (new).
+ */
 static PyObject *
-read_dirty(smp_unpack *unpack, const sent_call *sent)
+read_dirty(smp_unpack *unpack, const sent_call *sent, bool *written)
 {
     const smp_pack *pack = sent->pack;
     PyObject       *dirty = PyList_New(0);
@@ -155,6 +126,7 @@ read_dirty(smp_unpack *unpack, const sent_call *sent)
             goto fail;
         }
         Py_DECREF(done);
+        *written = true;
     }
     return dirty;
 fail:
@@ -168,7 +140,6 @@ static int
 apply_nodes(smp_call_object *call, const smp_pack *pack, uint64_t unreached,
             smp_unpack *unpack)
 {
-    PyObject *token;
     PyObject *outputs;
 
     call->outputs = smp_unpack_in_graph(unpack);
@@ -178,19 +149,10 @@ apply_nodes(smp_call_object *call, const smp_pack *pack, uint64_t unreached,
     if (PyList_GET_SIZE(call->outputs) == 0) {
         return 0;
     }
-    token = apply_send(call, pack, unreached);
-    if (token == NULL) {
-        return -1;
-    }
-    outputs =
-        PyObject_Vectorcall(smp_the_session.recv_apply,
-                            (PyObject *const[]){(PyObject *)call, token}, 2, NULL);
-    Py_DECREF(token);
-    Py_CLEAR(call->outputs);
+    outputs = smp_nodes_apply(call, pack, unreached);
     if (outputs == NULL) {
         return -1;
     }
-    call->open = true;
     smp_unpack_exchange(unpack, outputs);
     Py_DECREF(outputs);
     return 0;
@@ -216,13 +178,14 @@ apply_dirty(PyObject *dirty, smp_unpack *unpack)
 
 /* Writes the callee's changes back into the caller's lists, dicts and objects. */
 static int
-apply_changes(smp_unpack *unpack, const smp_pack *pack)
+apply_changes(smp_unpack *unpack, const smp_pack *pack, bool *changed)
 {
     uint32_t count;
 
     if (smp_unpack_u32(unpack, &count) < 0) {
         return -1;
     }
+    *changed = count > 0;
     for (uint32_t i = 0; i < count; i++) {
         uint32_t number;
 
@@ -241,8 +204,8 @@ apply_changes(smp_unpack *unpack, const smp_pack *pack)
 
 /* Makes the caller's values of a response.  Takes the response. */
 static PyObject *
-finish(smp_call_object *call, bool in_graph, const sent_call *sent,
-       smp_message *response)
+finish(smp_call_object *call, bool in_graph, const smp_call_site *site,
+       const sent_call *sent, smp_message *response)
 {
     const smp_pack *pack = sent->pack;
     smp_arguments   arguments = smp_pack_arguments(pack);
@@ -250,16 +213,21 @@ finish(smp_call_object *call, bool in_graph, const sent_call *sent,
     smp_unpack      unpack;
     PyObject       *dirty = NULL;
     PyObject       *value = NULL;
+    bool            written = false;
+    bool            changed = false;
 
     if (smp_unpack_init(&unpack, smp_the_session.comm, response, &arguments, false,
                         false) < 0 ||
-        (dirty = read_dirty(&unpack, sent)) == NULL ||
+        (dirty = read_dirty(&unpack, sent, &written)) == NULL ||
         (in_graph && (apply_nodes(call, pack, unreached, &unpack) < 0 ||
                       apply_dirty(dirty, &unpack) < 0))) {
         goto done;
     }
     value = smp_unpack_value(&unpack);
-    if (value != NULL && apply_changes(&unpack, pack) < 0) {
+    if (value != NULL &&
+        (apply_changes(&unpack, pack, &changed) < 0 ||
+         (!changed && PyList_GET_SIZE(dirty) == 0 && !written &&
+          smp_chain_returned(smp_this_task, site, pack, &unpack) < 0))) {
         Py_CLEAR(value);
     }
 done:
@@ -335,85 +303,145 @@ raise_from_there(smp_message *response)
     Py_XDECREF(told);
 }
 
+/* Sends the call and makes its value of the response; with the calls foreseen by the
+ * plan, if there are any.  *undone: the owner has undone these: nothing has happened.
+ */
 static PyObject *
-call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
+make_call(smp_call_site *site, uint16_t flags, const smp_chain_plan *plan, bool *undone)
 {
     smp_session     *session = &smp_the_session;
     smp_task        *task = smp_this_task;
-    smp_entry       *entry = &session->entries[number];
-    PyObject        *state = NULL; /* with the function to call after */
+    smp_entry       *entry = &session->entries[site->entry];
+    const sent_call  sent = {site->entry, site->args, site->kwargs, NULL};
     PyObject        *value = NULL;
     smp_call_object *call = NULL;
     smp_message     *response;
     smp_envelope     envelope;
     smp_pack         pack;
-    uint32_t         before;
-    int              grad;
 
-    grad = smp_torch_grad_enabled();
-    if (grad < 0 ||
-        (state = PyObject_CallOneArg(session->capture_state, entry->path)) == NULL) {
-        return NULL;
-    }
+    *undone = false;
     smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(entry->owner), NULL);
-    pack.graph = grad != 0;
-    if (pack_request(&pack, args, kwargs,
-                     state == Py_None ? NULL : PyTuple_GET_ITEM(state, 0), entry) < 0 ||
-        smp_session_warn_if_laden(pack.laden, entry) < 0) {
+    pack.graph = site->grad;
+    if (pack_request(&pack, site->args, site->kwargs, site->state, entry) < 0 ||
+        smp_session_warn_if_laden(pack.laden, entry) < 0 ||
+        smp_chain_called(task, site, &pack) < 0 || smp_call_draw(site) < 0) {
         goto done;
     }
     call = smp_call_new();
     if (call == NULL) {
         goto done;
     }
-    if (smp_calls_count(&task->calls, (uint64_t)number, &before) != SMP_OK) {
-        PyErr_NoMemory();
-        goto done;
-    }
     call->opened = session->opened;
     call->step = session->step;
-    call->entry = number;
+    call->entry = site->entry;
     call->owner = entry->owner;
     call->path = Py_NewRef(entry->path);
     call->microbatch = task->microbatch;
-    call->number = smp_call_of(task->number, (uint64_t)number, before, task->phase);
+    call->number =
+        smp_call_of(task->number, (uint64_t)site->entry, site->before, task->phase);
     call->call = smp_server_next_call(session->server);
     envelope = (smp_envelope){
         .kind = SMP_MSG_FORWARD,
         .phase = (uint8_t)task->phase,
-        .flags = (uint16_t)(flags | (grad ? SMP_FLAG_GRAD : 0) |
-                            (state != Py_None ? SMP_FLAG_STATE : 0)),
+        .flags = (uint16_t)(flags | (site->grad ? SMP_FLAG_GRAD : 0) |
+                            (site->state != NULL ? SMP_FLAG_STATE : 0) |
+                            (plan->n > 0 ? SMP_FLAG_CHAIN : 0)),
         .microbatch = task->microbatch,
         .step = session->step,
-        .entry = number,
+        .entry = site->entry,
         .call = call->call,
         .about = ++task->count,
+        .seed = site->seed,
         .number = call->number,
     };
-    if (grad && (entry->trains || any_requires_grad(&pack))) {
+    if (site->grad &&
+        (entry->trains || any_requires_grad(&pack) || smp_chain_trains(plan))) {
         envelope.flags |= SMP_FLAG_GRAPH;
     }
     if (task->backward_depth > 0) {
         envelope.flags |= SMP_FLAG_RECOMPUTE;
     }
-    if (smp_stream_draw(&envelope.seed) < 0 || smp_pack_send(&pack, &envelope) < 0) {
+    if ((plan->n > 0 && smp_chain_pack(&pack, task, plan) < 0) ||
+        smp_pack_send(&pack, &envelope) < 0) {
         goto done;
     }
-    response = smp_session_wait(call->call, SMP_WAIT_OUTPUTS, number);
+    response = smp_session_wait(call->call, SMP_WAIT_OUTPUTS, site->entry);
     if (response == NULL) {
         goto done;
+    }
+    if (plan->n == 0 && smp_message_envelope(response)->about != task->count) {
+        entry->nests = true;
+        site->chains = false;
     }
     task->count = smp_message_envelope(response)->about;
     if (smp_message_envelope(response)->flags & SMP_FLAG_RAISED) {
         raise_from_there(response);
-        goto done;
+    } else if (smp_message_envelope(response)->flags & SMP_FLAG_RESET) {
+        *undone = smp_chain_undone(site, plan, response) == 0;
+    } else if (plan->n > 0) {
+        value = smp_chain_begin(task, site, plan, call, &pack, response);
+    } else {
+        value =
+            finish(call, (envelope.flags & SMP_FLAG_GRAPH) != 0, site,
+                   &(sent_call){sent.entry, sent.args, sent.kwargs, &pack}, response);
     }
-    value = settle(state, finish(call, (envelope.flags & SMP_FLAG_GRAPH) != 0,
-                                 &(sent_call){number, args, kwargs, &pack}, response));
 done:
     smp_pack_fini(&pack);
     Py_XDECREF(call);
-    Py_XDECREF(state);
+    return value;
+}
+
+/* Whether the call may be a chain's: with the caller's state alone, and no hooks. */
+static bool
+may_chain(const smp_entry *entry, uint16_t flags, PyObject *captured)
+{
+    return entry->chains && !entry->nests && flags == 0 &&
+           smp_this_task->backward_depth == 0 && !smp_the_session.in_sequence &&
+           (captured == Py_None || PyTuple_GET_ITEM(captured, 1) == Py_None);
+}
+
+static PyObject *
+call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
+{
+    smp_session   *session = &smp_the_session;
+    smp_task      *task = smp_this_task;
+    smp_call_site  site = {.entry = number, .args = args, .kwargs = kwargs};
+    PyObject      *captured; /* the state, with the function to call after */
+    PyObject      *value = NULL;
+    smp_chain_plan plan = {.n = 0};
+    bool           undone = true;
+    int            grad = smp_torch_grad_enabled();
+
+    if (grad < 0 ||
+        (captured = PyObject_CallOneArg(session->capture_state,
+                                        session->entries[number].path)) == NULL) {
+        return NULL;
+    }
+    site.grad = grad != 0;
+    site.state = captured == Py_None ? NULL : PyTuple_GET_ITEM(captured, 0);
+    site.chains = may_chain(&session->entries[number], flags, captured);
+    if (smp_calls_count(&task->calls, (uint64_t)number, &site.before) != SMP_OK) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    switch (smp_chain_replay(task, &site, &value)) {
+    case 1:
+        goto done;
+    case 0:
+        break;
+    default:
+        goto done;
+    }
+    if (smp_chain_foresee(task, &site, &plan) < 0) {
+        goto done;
+    }
+    while (undone) {
+        value = make_call(&site, flags, &plan, &undone);
+        smp_chain_let_go(&plan);
+    }
+    value = settle(captured, value);
+done:
+    Py_DECREF(captured);
     return value;
 }
 

@@ -79,20 +79,25 @@ smp_session_fail_at_once(const smp_task *task)
 }
 
 bool
-smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope)
+smp_session_may_answer(void)
 {
-    smp_session *session = &smp_the_session;
-    PyObject    *type;
-    PyObject    *value;
-    PyObject    *traceback;
-    PyObject    *told;
-    bool         sent;
-
     /* In a sequence others may wait for this rank in a collective of the module: the
      * caller, with the same runs, would never hear of it. */
-    if (session->in_sequence || !PyErr_ExceptionMatches(PyExc_Exception) ||
-        (smp_comm_lost(session->comm) >= 0 &&
-         PyErr_ExceptionMatches(PyExc_ConnectionError))) {
+    return !smp_the_session.in_sequence && PyErr_ExceptionMatches(PyExc_Exception) &&
+           (smp_comm_lost(smp_the_session.comm) < 0 ||
+            !PyErr_ExceptionMatches(PyExc_ConnectionError));
+}
+
+bool
+smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope)
+{
+    PyObject *type;
+    PyObject *value;
+    PyObject *traceback;
+    PyObject *told;
+    bool      sent;
+
+    if (!smp_session_may_answer()) {
         return false;
     }
     take_exception(&type, &value, &traceback);

@@ -14,9 +14,13 @@ void smp_session_fail(smp_task *task);
 /* The same while a message is being read: no other one is read inside it. */
 void smp_session_fail_at_once(const smp_task *task);
 
+/* Whether the set exception is for a request's caller to catch: not Ctrl-C and the
+ * like, or a lost rank, and not in a sequence. */
+bool smp_session_may_answer(void);
+
 /* Answers the task's request with the set exception, then its caller's to catch.
- * False, with the exception still set: it ends the step (Ctrl-C and the like, a lost
- * rank, all in a sequence, or a failed send). */
+ * False, with the exception still set: it ends the step (smp_session_may_answer(), or a
+ * failed send). */
 bool smp_session_answer_raised(const smp_task *task, int source, smp_envelope envelope);
 
 #endif

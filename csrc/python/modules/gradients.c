@@ -152,6 +152,13 @@ raise_unless_ok(smp_status status, const char *doing)
 
 /* -------------------------------------------------------------------- the events */
 
+bool
+smp_gradients_share(int32_t entry, const int32_t *others, size_t nothers)
+{
+    return gradients.ledger != NULL &&
+           smp_ledger_share(gradients.ledger, entry, others, nothers);
+}
+
 int
 smp_gradients_open(int32_t microbatch, uint64_t order, int32_t entry)
 {

@@ -13,6 +13,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <stdbool.h>
 #include <stdint.h>
 
 int smp_gradients_add_functions(PyObject *module);
@@ -22,6 +23,9 @@ int smp_gradients_close(int32_t microbatch, uint64_t order, int32_t entry);
 int smp_gradients_suspect(int32_t microbatch, int32_t entry);
 int smp_gradients_backward(int32_t microbatch, int32_t backward);
 int smp_gradients_done(int32_t microbatch);
+
+/* Whether the entry has a parameter of this rank in common with the others. */
+bool smp_gradients_share(int32_t entry, const int32_t *others, size_t nothers);
 
 /* The flags of a backward, or its response: SMP_FLAG_UNUSED if some gradients of the
  * step may be zeros of outputs that no loss uses; note takes other ranks' flags. */

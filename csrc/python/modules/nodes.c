@@ -2,7 +2,9 @@
 #include "python/modules/nodes.h"
 
 #include "comm/messaging/comm.h"
+#include "python/modules/chain.h"
 #include "python/modules/gradients.h"
+#include "python/modules/reach.h"
 #include "python/modules/session.h"
 #include "python/modules/task.h"
 #include "python/modules/wait.h"
@@ -21,10 +23,8 @@ smp_call_new(void)
     return (smp_call_object *)call_type->tp_alloc(call_type, 0);
 }
 
-/* Whether the call's step is under way.  After the step the owner has no graph, and the
- * call's numbers may be another one's. */
-static bool
-is_of_this_step(const smp_call_object *self)
+bool
+smp_call_is_of_this_step(const smp_call_object *self)
 {
     const smp_session *session = &smp_the_session;
 
@@ -39,7 +39,7 @@ release_graph(smp_call_object *self)
     smp_session *session = &smp_the_session;
     smp_envelope envelope;
 
-    if (!self->open || !is_of_this_step(self)) {
+    if (!self->open || !smp_call_is_of_this_step(self)) {
         return;
     }
     self->open = false;
@@ -61,6 +61,7 @@ call_dealloc(PyObject *object)
     release_graph(self);
     Py_XDECREF(self->path);
     Py_XDECREF(self->outputs);
+    Py_XDECREF(self->placeholders);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -112,6 +113,55 @@ recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     return PyList_AsTuple(((smp_call_object *)args[1])->outputs);
 }
 
+/* Runs Send on the request's tensors with requires_grad, without the unreached. */
+static PyObject *
+apply_send(smp_call_object *call, const smp_pack *pack, uint64_t unreached)
+{
+    smp_session *session = &smp_the_session;
+    PyObject    *fixed[10];
+    PyObject   **args = fixed;
+    size_t       nargs = 2;
+    size_t       input = 0;
+    PyObject    *token;
+
+    if (pack->ntensors + 2 > sizeof(fixed) / sizeof(fixed[0])) {
+        args = PyMem_Malloc((pack->ntensors + 2) * sizeof(*args));
+        if (args == NULL) {
+            return PyErr_NoMemory();
+        }
+    }
+    args[0] = (PyObject *)call;
+    args[1] = session->leaf;
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        if (pack->in_graph[i] && smp_is_reached(unreached, input++)) {
+            args[nargs++] = pack->tensors[i];
+        }
+    }
+    token = PyObject_Vectorcall(session->send_apply, args, nargs, NULL);
+    if (args != fixed) {
+        PyMem_Free(args);
+    }
+    return token;
+}
+
+PyObject *
+smp_nodes_apply(smp_call_object *call, const smp_pack *pack, uint64_t unreached)
+{
+    PyObject *token = apply_send(call, pack, unreached);
+    PyObject *outputs;
+
+    if (token == NULL) {
+        return NULL;
+    }
+    outputs =
+        PyObject_Vectorcall(smp_the_session.recv_apply,
+                            (PyObject *const[]){(PyObject *)call, token}, 2, NULL);
+    Py_DECREF(token);
+    Py_CLEAR(call->outputs);
+    call->open = outputs != NULL;
+    return outputs;
+}
+
 static int
 raise_for(const smp_call_object *self, const char *what)
 {
@@ -129,7 +179,7 @@ check_backward(const smp_call_object *self)
                          "model.backward(loss) did not begin it; use model.backward "
                          "inside the step, not loss.backward() or autograd.grad");
     }
-    if (!is_of_this_step(self)) {
+    if (!smp_call_is_of_this_step(self)) {
         return raise_for(self,
                          "a backward reached a call of a module of another rank that "
                          "an earlier step made; detach what is kept between steps");
@@ -160,7 +210,7 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     Py_DECREF(self); /* ctx keeps it */
-    if (check_backward(self) < 0 ||
+    if (check_backward(self) < 0 || smp_chain_fetch_alive(self->placeholders) < 0 ||
         (state = PyObject_CallNoArgs(session->capture_backward)) == NULL) {
         return NULL;
     }

@@ -12,6 +12,7 @@
 #ifndef SMP_PYTHON_MODULES_NODES_H
 #define SMP_PYTHON_MODULES_NODES_H
 
+#include "python/values/pack.h"
 #include "python/values/torch_api.h"
 
 /* One remote call, kept alive by its two nodes: the script may keep these longer than
@@ -24,15 +25,29 @@ typedef struct {
     int       owner;
     PyObject *path; /* owned; the entry's */
     int32_t   microbatch;
-    uint64_t  number;   /* of the forward: server/calls.h */
-    uint64_t  call;     /* of the forward */
-    uint64_t  backward; /* of the backward; 0: not begun */
-    bool      open;     /* the owner keeps a graph, neither used nor released */
-    PyObject *outputs;  /* while Recv is built: list of the tensors it gives out */
+    uint64_t  number;       /* of the forward: server/calls.h */
+    uint64_t  call;         /* of the forward */
+    uint64_t  backward;     /* of the backward; 0: not begun */
+    bool      open;         /* the owner keeps a graph, neither used nor released */
+    PyObject *outputs;      /* while Recv is built: list of the tensors it gives out */
+    PyObject *placeholders; /* of a chain: list of weak references; NULL: none */
 } smp_call_object;
 
 /* A new one, of zeros; NULL with an exception. */
 smp_call_object *smp_call_new(void);
+
+/* Runs Send on the request's tensors with requires_grad, without the unreached, and
+ * Recv.
+ *
+ * call       its outputs: a list, not empty.
+ * unreached  reach.h.
+ * Returns    Recv's outputs, a tuple (new); NULL with an exception. */
+PyObject *smp_nodes_apply(smp_call_object *call, const smp_pack *pack,
+                          uint64_t unreached);
+
+/* Whether the call's step is under way.  After the step the owner has no graph, and the
+ * call's numbers may be another one's. */
+bool smp_call_is_of_this_step(const smp_call_object *call);
 
 /* Adds the nodes' functions.  0, or -1 with an exception. */
 int smp_nodes_add(PyObject *module);

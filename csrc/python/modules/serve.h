@@ -8,15 +8,7 @@
 #include "comm/messaging/comm.h"
 #include "python/modules/task.h"
 
-int smp_serve_add(PyObject *module);
-
 /* Takes and runs the request, and answers it; a failure ends the step. */
 void smp_serve_request(smp_message *request, smp_task *task);
-
-/* No backward of the call will come.  False with an exception. */
-bool smp_serve_release(uint64_t call);
-
-/* The step is over: forwards without a backward are forgotten. */
-void smp_serve_forget(void);
 
 #endif

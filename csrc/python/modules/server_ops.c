@@ -5,6 +5,8 @@
 
 #include "common/clock.h"
 #include "common/mix.h"
+#include "python/modules/chain.h"
+#include "python/modules/context.h"
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
 #include "python/modules/serve.h"
@@ -136,6 +138,8 @@ op_execute(void *ctx, smp_message *request)
         smp_message_free(request);
         smp_session_fail(&task);
     }
+    smp_chain_leave(&task);
+    Py_CLEAR(task.placeholders);
     exit_context(context);
     smp_stream_leave(&task);
     smp_calls_fini(&task.calls);
@@ -161,7 +165,9 @@ op_run_root(void *ctx, int32_t microbatch)
             0) {
         done = PyObject_CallFunction(session->run_root, "i", (int)microbatch);
     }
-    if (done != NULL && smp_gradients_done(microbatch) < 0) {
+    smp_chain_leave(&task);
+    if (done != NULL && (smp_chain_fetch_alive(task.placeholders) < 0 ||
+                         smp_gradients_done(microbatch) < 0)) {
         Py_CLEAR(done);
     }
     if (done == NULL) {
@@ -171,6 +177,8 @@ op_run_root(void *ctx, int32_t microbatch)
             .kind = SMP_MSG_CLOSED, .microbatch = microbatch, .step = session->step});
     }
     Py_XDECREF(done);
+    smp_chain_leave(&task);
+    Py_CLEAR(task.placeholders);
     exit_context(context);
     smp_stream_leave(&task);
     smp_calls_fini(&task.calls);
@@ -217,7 +225,7 @@ op_note(void *ctx, smp_message *note)
     }
     smp_message_free(note);
     if (envelope.kind == SMP_MSG_RELEASE) {
-        done = smp_serve_release(envelope.about);
+        done = smp_context_release(envelope.about);
     } else if (envelope.kind == SMP_MSG_CLOSED) {
         done = smp_gradients_done(envelope.microbatch) == 0;
     }

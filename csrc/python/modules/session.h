@@ -18,6 +18,8 @@ typedef struct {
     PyObject *path;     /* owned; for messages */
     int       owner;    /* pp_rank */
     bool      trains; /* has parameters with requires_grad; set at each step's begin */
+    bool      chains; /* its calls may run before their caller has made them: chain.h */
+    bool      nests;  /* a call of it has called other ranks, so it is in no chain */
 } smp_entry;
 
 typedef struct {

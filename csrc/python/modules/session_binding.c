@@ -8,6 +8,7 @@
 #include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/mix.h"
+#include "python/modules/chain.h"
 #include "python/modules/server_ops.h"
 #include "python/modules/session.h"
 #include "python/modules/watch.h"
@@ -250,6 +251,8 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"split_tensor", &smp_registry.split_tensor},
         {"whole", &smp_registry.whole},
         {"unsendable", &smp_registry.unsendable},
+        {"placeholder", &smp_registry.placeholder},
+        {"hollow", &smp_registry.hollow},
         {"stage_out", &smp_registry.stage_out},
         {"stage_wait", &smp_registry.stage_wait},
         {"stage_in", &smp_registry.stage_in},
@@ -303,6 +306,7 @@ py_set_entries(PyObject *module, PyObject *list)
         return NULL;
     }
     forget_entries(session);
+    smp_chain_forget();
     n = PyList_GET_SIZE(list);
     session->entries = calloc((size_t)n + 1, sizeof(*session->entries));
     session->entry_numbers = PyDict_New();

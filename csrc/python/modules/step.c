@@ -5,8 +5,9 @@
 
 #include "comm/device/port.h"
 #include "comm/messaging/neighbour.h"
+#include "python/modules/chain.h"
+#include "python/modules/context.h"
 #include "python/modules/gradients.h"
-#include "python/modules/serve.h"
 #include "python/modules/server_ops.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
@@ -54,12 +55,16 @@ read_end(smp_message *end)
     return value;
 }
 
-/* step(kind, microbatches, active, turns, trains, run_root, seed, backwards, described)
+/* Of an entry's byte, as in smp/modules/remote_modules.py. */
+enum { ENTRY_TRAINS = 1, ENTRY_CHAINS = 2 };
+
+/* step(kind, microbatches, active, turns, entry_flags, run_root, seed, backwards,
+ * described)
  * -> (ok, value)
  *
  * kind: 0 simple, 1 interleaved, 2 turns; -1 on ranks other than 0: they serve.  ok:
  * value was sent by pp_rank 0 at the end (None on rank 0); not ok: value describes the
- * failure.  trains: bytes, by entry.  described: bytes, alike on all ranks. */
+ * failure.  entry_flags: bytes, by entry.  described: bytes, alike on all ranks. */
 static PyObject *
 py_step(PyObject *module, PyObject *args)
 {
@@ -73,7 +78,7 @@ py_step(PyObject *module, PyObject *args)
     PyObject          *run_root;
     PyObject          *described;
     PyObject          *value;
-    Py_buffer          trains;
+    Py_buffer          flags;
     int                kind;
     int                microbatches;
     int                active;
@@ -82,14 +87,17 @@ py_step(PyObject *module, PyObject *args)
 
     (void)module;
     if (!PyArg_ParseTuple(args, "iiiO!y*OKiS", &kind, &microbatches, &active,
-                          &PyList_Type, &list, &trains, &run_root, &seed, &backwards,
+                          &PyList_Type, &list, &flags, &run_root, &seed, &backwards,
                           &described)) {
         return NULL;
     }
-    for (size_t i = 0; i < session->nentries && i < (size_t)trains.len; i++) {
-        session->entries[i].trains = ((const char *)trains.buf)[i] != 0;
+    for (size_t i = 0; i < session->nentries && i < (size_t)flags.len; i++) {
+        const char its = ((const char *)flags.buf)[i];
+
+        session->entries[i].trains = (its & ENTRY_TRAINS) != 0;
+        session->entries[i].chains = (its & ENTRY_CHAINS) != 0;
     }
-    PyBuffer_Release(&trains);
+    PyBuffer_Release(&flags);
     if (session->in_step) {
         PyErr_SetString(PyExc_RuntimeError,
                         "smp: a function with @smp.step was called inside another");
@@ -134,7 +142,7 @@ py_step(PyObject *module, PyObject *args)
     session->in_step = false;
     smp_device_sweep(smp_comm_device(session->comm));
     Py_CLEAR(session->run_root);
-    smp_serve_forget();
+    smp_context_forget();
     session->ended_well = status == SMP_OK && kind < 0;
     if (status == SMP_ERR_INTERRUPTED && smp_session_raise_signal()) {
         smp_message_free(end);
@@ -275,6 +283,7 @@ py_begin_backward(PyObject *module, PyObject *unused)
                         "smp: model.backward() was called inside a backward");
         return NULL;
     }
+    smp_chain_leave(task);
     if (task->backwards + 1 == smp_the_session.backwards) {
         smp_server_forward_done(smp_the_session.server, task->microbatch);
         if (smp_the_session.turns != NULL) {
@@ -455,7 +464,7 @@ py_timeline(PyObject *module, PyObject *unused)
 
 static PyMethodDef functions[] = {
     {"step", py_step, METH_VARARGS,
-     "step(kind, microbatches, active, turns, trains, run_root, seed, backwards, "
+     "step(kind, microbatches, active, turns, entry_flags, run_root, seed, backwards, "
      "described)"},
     {"send_end", py_send_end, METH_O, "send_end(value)"},
     {"send_abort", py_send_abort, METH_O, "send_abort(value)"},

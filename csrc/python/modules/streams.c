@@ -127,3 +127,21 @@ smp_stream_draw(uint64_t *seed)
     *seed = (uint64_t)*smp_the_session.seed;
     return 0;
 }
+
+int
+smp_stream_foresee(uint64_t *seeds, size_t n)
+{
+    PyObject *state =
+        PyObject_CallMethodNoArgs(smp_torch.generator, smp_names.get_state);
+
+    if (state == NULL) {
+        return -1;
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (smp_stream_draw(&seeds[i]) < 0) {
+            Py_DECREF(state);
+            return -1;
+        }
+    }
+    return set_state(state);
+}

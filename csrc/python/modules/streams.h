@@ -20,4 +20,7 @@ void smp_stream_leave(smp_task *task);
 /* Draws a request's seed from the stream of the running task. */
 int smp_stream_draw(uint64_t *seed);
 
+/* The next n seeds, without drawing them. */
+int smp_stream_foresee(uint64_t *seeds, size_t n);
+
 #endif

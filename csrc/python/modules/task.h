@@ -22,6 +22,9 @@ typedef struct smp_task {
                             second forward */
     int32_t   backwards; /* model.backward calls of the microbatch before this one */
     PyObject *rng_state; /* owned; its stream while another task has the generator */
+    struct smp_chain *chain; /* owned: calls foreseen and not made yet; NULL: none */
+    struct smp_trail *trail; /* owned: the last call, to learn from; NULL: none */
+    PyObject         *placeholders; /* owned: list of weak references; NULL: none */
 } smp_task;
 
 /* The task of this thread; NULL outside a step. */

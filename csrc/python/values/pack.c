@@ -151,3 +151,14 @@ smp_pack_as_bytes(smp_pack *pack)
     free(whole.at);
     return bytes;
 }
+
+int
+smp_pack_add_in_graph(const smp_pack *pack, PyObject *list)
+{
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        if (pack->in_graph[i] && PyList_Append(list, pack->tensors[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -15,6 +15,13 @@
 #include "python/values/unpack.h"
 #include "server/envelope.h"
 
+/* The parts of a tensor in a message. */
+typedef enum {
+    SMP_PACK_WHOLE,     /* its description and its bytes */
+    SMP_PACK_DESCRIBED, /* its description: the receiver makes a placeholder */
+    SMP_PACK_NUMBERED,  /* none: it has a number among the values */
+} smp_pack_parts;
+
 typedef struct {
     smp_comm         *comm; /* borrowed; NULL: small and large tensors alike inside */
     int               dest;
@@ -38,8 +45,9 @@ typedef struct {
     size_t            nblocks;
     size_t            block_room;
     int               depth;
-    PyObject *laden;  /* borrowed: the first tensor of a subclass, or with attributes */
-    bool      staged; /* a device may still be writing into blocks */
+    PyObject *laden; /* borrowed: the first tensor of a subclass, or with attributes */
+    smp_pack_parts parts;
+    bool           staged; /* a device may still be writing into blocks */
     bool graph; /* tensors with requires_grad are written as such; without it none is */
 } smp_pack;
 
@@ -55,6 +63,9 @@ smp_pack_arguments(const smp_pack *pack)
     return (smp_arguments){pack->tensors, pack->ntensors, pack->objects,
                            pack->nobjects};
 }
+
+/* Appends the tensors written as requiring grad.  0, or -1 with an exception. */
+int smp_pack_add_in_graph(const smp_pack *pack, PyObject *list);
 
 /* Sends the packed values, after the envelope.  0, or -1 with an exception. */
 int smp_pack_send(smp_pack *pack, const smp_envelope *envelope);

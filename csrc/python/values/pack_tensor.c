@@ -172,15 +172,19 @@ put_described(smp_pack *pack, PyObject *tensor, const dl_tensor *t, bool require
             t->ndim, SMP_MAX_NDIM);
         return -1;
     }
-    if (meta.bytes > 0 && t->data == NULL) {
+    if (pack->parts == SMP_PACK_DESCRIBED) {
+        meta.in_block = SMP_IN_NO_MESSAGE;
+    } else if (meta.bytes > 0 && t->data == NULL) {
         PyErr_SetString(
             PyExc_RuntimeError,
             "smp: a tensor without data (a meta or fake tensor, or one whose "
             "storage was freed) cannot go to another rank");
         return -1;
     }
-    if ((t->device.type == SMP_DL_CPU ? put_bytes(pack, t, &meta)
-                                      : put_device_bytes(pack, tensor, t, &meta)) < 0 ||
+    if ((pack->parts == SMP_PACK_DESCRIBED ? 0
+         : t->device.type == SMP_DL_CPU
+             ? put_bytes(pack, t, &meta)
+             : put_device_bytes(pack, tensor, t, &meta)) < 0 ||
         smp_buffer_put(&pack->meta, &meta, sizeof(meta)) < 0 ||
         smp_buffer_put(&pack->meta, t->shape, dims) < 0 ||
         smp_buffer_put(&pack->meta, t->strides, dims) < 0) {
@@ -247,7 +251,8 @@ put_tensor_data(smp_pack *pack, PyObject *tensor, bool requires_grad)
         Py_DECREF(held);
         return -1;
     }
-    if (smp_registry.dense != NULL && is_sparse_view(&t)) {
+    if (pack->parts == SMP_PACK_WHOLE && smp_registry.dense != NULL &&
+        is_sparse_view(&t)) {
         PyObject *dense = PyObject_CallOneArg(smp_registry.dense, held);
 
         Py_SETREF(held, dense);
@@ -292,6 +297,9 @@ is_laden(PyObject *tensor)
     PyTypeObject *type = Py_TYPE(tensor);
     PyObject    **dict;
 
+    if (smp_is_placeholder(tensor)) {
+        return false;
+    }
     if (type != smp_torch.tensor && type != smp_torch.parameter) {
         return true;
     }
@@ -312,7 +320,8 @@ add_tensor(smp_pack *pack, PyObject *tensor, uint32_t *number)
         }
     }
     if (grow_tensors(pack) < 0 ||
-        put_tensor_data(pack, tensor, requires_grad != 0) < 0) {
+        (pack->parts != SMP_PACK_NUMBERED &&
+         put_tensor_data(pack, tensor, requires_grad != 0) < 0)) {
         return -1;
     }
     *number = (uint32_t)pack->ntensors;
@@ -356,7 +365,8 @@ smp_pack_new_tensor(smp_pack *pack, PyObject *tensor)
     uint32_t number;
 
     if (!smp_ptrmap_get(&pack->tensor_numbers, tensor, &number) &&
-        (is_split(tensor) ? add_whole : add_tensor)(pack, tensor, &number) < 0) {
+        (is_split(tensor) && pack->parts != SMP_PACK_NUMBERED ? add_whole : add_tensor)(
+            pack, tensor, &number) < 0) {
         return -1;
     }
     return smp_pack_number(pack, TAG_TENSOR, number);

@@ -27,6 +27,9 @@ typedef struct {
     PyObject *split_tensor;      /* class of this tp_rank's slices; NULL: none */
     PyObject *whole;             /* one of those -> whole tensor, by a collective */
     PyObject *unsendable;        /* tensor, PyTorch's error -> the message */
+    PyObject
+        *placeholder;     /* class of tensors with values on another rank; NULL: none */
+    PyObject *hollow;     /* tensor of the dtype, on a device, shape, strides -> one */
     PyObject *stage_out;  /* tensor, host memory: begins to copy its span there */
     PyObject *stage_wait; /* waits for the copies of stage_out */
     PyObject *stage_in;   /* host memory, shape, strides -> tensor on the device */
@@ -39,6 +42,13 @@ extern smp_registry_table smp_registry;
 /* Gives the object a number in `numbers`, by its address: an object added twice has the
  * last.  0, or -1 with an exception. */
 int smp_registry_add(PyObject *numbers, const void *address, Py_ssize_t number);
+
+/* Whether the tensor's values are on another rank. */
+static inline bool
+smp_is_placeholder(PyObject *tensor)
+{
+    return (PyObject *)Py_TYPE(tensor) == smp_registry.placeholder;
+}
 
 /* The number of the object in `numbers`, or -1.  No exception is left. */
 int64_t smp_registry_find(PyObject *numbers, const void *address);

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/values/registry.h"
+
 /* A wrapped tensor's description, and the owner of its memory. */
 typedef struct {
     dl_managed managed; /* first: the deleter gets its address */
@@ -70,7 +72,13 @@ smp_tensor_borrow(PyObject *tensor, dl_tensor *out, PyObject **held)
 {
     int is;
 
-    *held = Py_NewRef(tensor);
+    *held = smp_is_placeholder(tensor)
+                ? PyObject_CallMethodNoArgs(tensor, smp_names.fetched)
+                : Py_NewRef(tensor);
+    if (*held == NULL) {
+        return -1;
+    }
+    tensor = *held;
     is = says(tensor, smp_names.is_neg);
     if (is < 0 || (is && resolve(held, smp_names.resolve_neg) < 0)) {
         goto err;

@@ -10,15 +10,19 @@
 
 #define SMP_MAX_NDIM 64
 
+/* A tensor's bytes stay with the sender: the receiver has a placeholder. */
+#define SMP_IN_NO_MESSAGE 2
+
 /* A tensor as it travels; shape and strides follow in the buffer. */
 typedef struct {
     dl_dtype  dtype;
     dl_device device; /* where the caller has it */
     uint16_t  ndim;
     uint8_t   requires_grad;
-    uint8_t   in_block; /* bytes are in block `place`, else at offset `place` */
-    uint32_t  place;
-    uint64_t  bytes; /* of the span: from the first to behind the last element */
+    uint8_t   in_block; /* bytes are in block `place`, else at offset `place`; or
+                           SMP_IN_NO_MESSAGE */
+    uint32_t place;
+    uint64_t bytes; /* of the span: from the first to behind the last element */
 } smp_tensor_meta;
 
 /* Bytes of one element. */

@@ -63,6 +63,7 @@ load_names(void)
         PyObject  **slot;
         const char *name;
     } names[] = {
+        {&smp_names.fetched, "fetched"},
         {&smp_names.requires_grad, "requires_grad"},
         {&smp_names.is_conj, "is_conj"},
         {&smp_names.is_neg, "is_neg"},

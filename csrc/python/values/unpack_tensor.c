@@ -55,6 +55,9 @@ check_meta(const smp_unpack *unpack, const smp_tensor_meta *meta, int64_t *shape
             "a tensor announces %llu bytes, its shape and strides make %llu",
             (unsigned long long)meta->bytes, (unsigned long long)smp_tensor_span(&t));
     }
+    if (meta->in_block == SMP_IN_NO_MESSAGE) {
+        return 0;
+    }
     if (meta->in_block) {
         if (unpack->message == NULL || meta->place >= unpack->message->nblocks ||
             unpack->message->blocks[meta->place] == NULL ||
@@ -138,12 +141,42 @@ make_device_tensor(smp_unpack *unpack, const smp_tensor_meta *meta,
     return tensor;
 }
 
+/* A tensor with its values on the sender's rank. */
+static PyObject *
+make_placeholder(const smp_tensor_meta *meta, const int64_t *shape,
+                 const int64_t *strides)
+{
+    static const int64_t none[1] = {0};
+    static const int64_t step[1] = {1};
+    smp_tensor_meta      empty = {.dtype = meta->dtype, .ndim = 1};
+    PyObject            *like = smp_tensor_copy_of(&empty, none, step, NULL);
+    PyObject            *sizes = like == NULL ? NULL : tuple_of(shape, meta->ndim);
+    PyObject            *steps = sizes == NULL ? NULL : tuple_of(strides, meta->ndim);
+    PyObject            *tensor = NULL;
+
+    if (steps != NULL && smp_registry.hollow == NULL) {
+        (void)smp_malformed("a tensor without its bytes");
+    } else if (steps != NULL) {
+        PyObject *on_device = meta->device.type == SMP_DL_CPU ? Py_False : Py_True;
+
+        tensor = PyObject_CallFunctionObjArgs(smp_registry.hollow, like, on_device,
+                                              sizes, steps, NULL);
+    }
+    Py_XDECREF(like);
+    Py_XDECREF(sizes);
+    Py_XDECREF(steps);
+    return tensor;
+}
+
 static PyObject *
 make_tensor(smp_unpack *unpack, const smp_tensor_meta *meta, const int64_t *shape,
             const int64_t *strides)
 {
     smp_block *block;
 
+    if (meta->in_block == SMP_IN_NO_MESSAGE) {
+        return make_placeholder(meta, shape, strides);
+    }
     if (meta->device.type != SMP_DL_CPU) {
         return make_device_tensor(unpack, meta, shape, strides);
     }
@@ -255,6 +288,31 @@ smp_unpack_init_bytes(smp_unpack *unpack, const void *bytes, size_t nbytes)
 {
     *unpack = (smp_unpack){.copy = true};
     return open_bytes(unpack, bytes, nbytes);
+}
+
+int
+smp_unpack_init_given(smp_unpack *unpack, const void *values, size_t nbytes,
+                      PyObject *const *tensors, size_t ntensors)
+{
+    *unpack = (smp_unpack){.values = values, .watch = true};
+    unpack->values_end = unpack->values + nbytes;
+    unpack->tensors = calloc(ntensors + 1, sizeof(*unpack->tensors));
+    unpack->requires_grad = calloc(ntensors + 1, 1);
+    if (unpack->tensors == NULL || unpack->requires_grad == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < ntensors; i++) {
+        int requires_grad = smp_attr_true(tensors[i], smp_names.requires_grad);
+
+        if (requires_grad < 0) {
+            return -1;
+        }
+        unpack->tensors[i] = Py_NewRef(tensors[i]);
+        unpack->requires_grad[i] = requires_grad != 0;
+        unpack->ntensors = i + 1;
+    }
+    return 0;
 }
 
 PyObject *

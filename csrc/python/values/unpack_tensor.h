@@ -16,6 +16,11 @@ int smp_unpack_init(smp_unpack *unpack, smp_comm *comm, smp_message *message,
 /* The same for bytes of smp_pack_as_bytes(), borrowed until fini. */
 int smp_unpack_init_bytes(smp_unpack *unpack, const void *bytes, size_t nbytes);
 
+/* The same for values alone, borrowed until fini, around tensors of this rank; its
+ * objects are watched. */
+int smp_unpack_init_given(smp_unpack *unpack, const void *values, size_t nbytes,
+                          PyObject *const *tensors, size_t ntensors);
+
 /* A list (new) of the tensors sent as requiring grad, in their order. */
 PyObject *smp_unpack_in_graph(const smp_unpack *unpack);
 

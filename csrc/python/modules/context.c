@@ -1,0 +1,299 @@
+/* Contexts, their Enter nodes, and the open forwards of this rank. */
+#include "python/modules/context.h"
+
+#include <stdlib.h>
+
+#include "python/modules/gradients.h"
+#include "python/modules/reach.h"
+#include "python/modules/session.h"
+
+static PyTypeObject *context_type;
+static PyObject     *name_context;
+static PyObject     *name_materialize;
+
+static void
+context_dealloc(PyObject *object)
+{
+    smp_context  *self = (smp_context *)object;
+    PyTypeObject *type = Py_TYPE(object);
+
+    Py_XDECREF(self->path);
+    Py_XDECREF(self->inputs);
+    Py_XDECREF(self->outputs);
+    Py_XDECREF(self->gradients);
+    Py_XDECREF(self->node);
+    Py_XDECREF(self->held);
+    free(self->entries);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* Takes the reference, and its graph: Enter's node leads back to the context, unseen by
+ * the garbage collector. */
+void
+smp_context_drop(smp_context *context)
+{
+    if (context != NULL) {
+        Py_CLEAR(context->outputs);
+        Py_CLEAR(context->node);
+        Py_DECREF(context);
+    }
+}
+
+/* --------------------------------------------------------------------- the node */
+
+/* Enter.forward(ctx, context, leaf) -> the request's tensors */
+static PyObject *
+enter_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)unused;
+    if (nargs != 3 || PyObject_SetAttr(args[0], name_context, args[1]) < 0 ||
+        PyObject_SetAttr(args[0], name_materialize, Py_False) < 0) {
+        return NULL;
+    }
+    return PyList_AsTuple(((smp_context *)args[1])->inputs);
+}
+
+/* Enter.backward(ctx, *gradients) -> None, None */
+static PyObject *
+enter_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+{
+    smp_context *self = (smp_context *)PyObject_GetAttr(args[0], name_context);
+    PyObject    *gradients;
+
+    (void)unused;
+    if (self == NULL) {
+        return NULL;
+    }
+    if (!self->running) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "smp: module '%U' on pp_rank %d was called twice from another rank, and "
+            "the "
+            "second call used a tensor with grad that the first one kept in the "
+            "module; "
+            "return it and pass it as an argument, or put the module and its caller on "
+            "one rank with smp.set_partition",
+            self->path, smp_the_session.rank);
+        Py_DECREF(self);
+        return NULL;
+    }
+    gradients = PyTuple_New(nargs - 1);
+    for (Py_ssize_t i = 1; gradients != NULL && i < nargs; i++) {
+        PyTuple_SET_ITEM(gradients, i - 1, Py_NewRef(args[i]));
+    }
+    Py_XSETREF(self->gradients, gradients);
+    Py_DECREF(self);
+    return gradients == NULL ? NULL : PyTuple_Pack(2, Py_None, Py_None);
+}
+
+/* ---------------------------------------------------------------------- forward */
+
+smp_context *
+smp_context_new(const smp_envelope *envelope)
+{
+    smp_context *self = (smp_context *)context_type->tp_alloc(context_type, 0);
+
+    if (self != NULL) {
+        self->entry = envelope->entry;
+        self->path = Py_NewRef(smp_the_session.entries[envelope->entry].path);
+        self->microbatch = envelope->microbatch;
+        self->order = envelope->about;
+        self->seed = envelope->seed;
+    }
+    return self;
+}
+
+smp_context *
+smp_context_enter(smp_unpack *unpack, const smp_envelope *envelope)
+{
+    smp_context *self = smp_context_new(envelope);
+    PyObject    *outputs;
+
+    if (self == NULL) {
+        return NULL;
+    }
+    self->inputs = smp_unpack_in_graph(unpack);
+    if (self->inputs == NULL) {
+        goto err;
+    }
+    self->ninputs = (size_t)PyList_GET_SIZE(self->inputs);
+    if (self->ninputs == 0) {
+        Py_CLEAR(self->inputs);
+        return self;
+    }
+    outputs = PyObject_Vectorcall(
+        smp_the_session.enter_apply,
+        (PyObject *const[]){(PyObject *)self, smp_the_session.leaf}, 2, NULL);
+    Py_CLEAR(self->inputs);
+    if (outputs == NULL) {
+        goto err;
+    }
+    smp_unpack_exchange(unpack, outputs);
+    self->node = PyObject_GetAttr(PyTuple_GET_ITEM(outputs, 0), smp_names.grad_fn);
+    Py_DECREF(outputs);
+    if (self->node == NULL) {
+        goto err;
+    }
+    return self;
+
+err:
+    smp_context_drop(self);
+    return NULL;
+}
+
+/* Finds the arguments unreached by the outputs. */
+static int
+find_unreached(smp_context *context)
+{
+    return smp_reach(&PyTuple_GET_ITEM(context->outputs, 0),
+                     (size_t)PyTuple_GET_SIZE(context->outputs), context->node,
+                     context->ninputs, &context->unreached);
+}
+
+/* Opens, or closes, the request in the ledger for each of its entries. */
+static int
+tell_ledger(const smp_context *context, int (*tell)(int32_t, uint64_t, int32_t))
+{
+    if (!context->in_ledger) {
+        return 0;
+    }
+    if (context->entries == NULL) {
+        return tell(context->microbatch, context->order, context->entry);
+    }
+    for (size_t i = 0; i < context->nentries; i++) {
+        if (tell(context->microbatch, context->order, context->entries[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+smp_context_close(const smp_context *context)
+{
+    return tell_ledger(context, smp_gradients_close);
+}
+
+int
+smp_context_keep(smp_context *context, PyObject *outputs, uint64_t call)
+{
+    PyObject *key;
+    int       failed = 0;
+
+    if (PyList_GET_SIZE(outputs) > 0 || context->held != NULL) {
+        context->outputs = PyList_AsTuple(outputs);
+        context->in_ledger = PyList_GET_SIZE(outputs) > 0;
+        key = PyLong_FromUnsignedLongLong(call);
+        failed = context->outputs == NULL || key == NULL ||
+                         (context->in_ledger && find_unreached(context) < 0) ||
+                         PyDict_SetItem(smp_the_session.contexts, key,
+                                        (PyObject *)context) < 0 ||
+                         tell_ledger(context, smp_gradients_open) < 0
+                     ? -1
+                     : 0;
+        Py_XDECREF(key);
+    }
+    Py_CLEAR(context->node); /* the outputs keep the graph, until their backward */
+    return failed;
+}
+
+static int
+raise_gone(uint64_t call)
+{
+    PyErr_Clear();
+    PyErr_Format(PyExc_RuntimeError,
+                 "smp: a backward asked for call %llu, whose graph is gone",
+                 (unsigned long long)call);
+    return -1;
+}
+
+smp_context *
+smp_context_find(uint64_t call)
+{
+    PyObject *key = PyLong_FromUnsignedLongLong(call);
+    PyObject *context =
+        key == NULL ? NULL : PyDict_GetItem(smp_the_session.contexts, key);
+
+    Py_XDECREF(key);
+    if (context == NULL) {
+        (void)raise_gone(call);
+    }
+    return (smp_context *)context;
+}
+
+smp_context *
+smp_context_take(uint64_t call)
+{
+    smp_context *context = (smp_context *)Py_XNewRef(smp_context_find(call));
+    PyObject    *key = context == NULL ? NULL : PyLong_FromUnsignedLongLong(call);
+
+    if (key == NULL || PyDict_DelItem(smp_the_session.contexts, key) < 0) {
+        Py_CLEAR(context);
+    }
+    Py_XDECREF(key);
+    return context;
+}
+
+bool
+smp_context_release(uint64_t call)
+{
+    smp_context *context = smp_context_take(call);
+    bool         closed;
+
+    if (context == NULL) { /* its step failed meanwhile */
+        PyErr_Clear();
+        return true;
+    }
+    closed = smp_context_close(context) == 0;
+    smp_context_drop(context);
+    return closed;
+}
+
+void
+smp_context_forget(void)
+{
+    PyObject  *contexts = PyDict_Values(smp_the_session.contexts);
+    Py_ssize_t n = contexts == NULL ? 0 : PyList_GET_SIZE(contexts);
+
+    PyErr_Clear();
+    PyDict_Clear(smp_the_session.contexts);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        smp_context_drop((smp_context *)Py_NewRef(PyList_GET_ITEM(contexts, i)));
+    }
+    Py_XDECREF(contexts);
+}
+
+/* ------------------------------------------------------------------ registration */
+
+static PyMethodDef functions[] = {
+    {"enter_forward", __extension__(PyCFunction)(void (*)(void)) enter_forward,
+     METH_FASTCALL, "Enter.forward(ctx, context, leaf) -> tensors"},
+    {"enter_backward", __extension__(PyCFunction)(void (*)(void)) enter_backward,
+     METH_FASTCALL, "Enter.backward(ctx, *gradients)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot context_slots[] = {
+    {Py_tp_dealloc, __extension__(void *) context_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec context_spec = {
+    .name = "smp._core.Context",
+    .basicsize = sizeof(smp_context),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = context_slots,
+};
+
+int
+smp_context_add(PyObject *module)
+{
+    name_context = PyUnicode_InternFromString("context");
+    name_materialize = PyUnicode_InternFromString("materialize_grads");
+    context_type = (PyTypeObject *)PyType_FromSpec(&context_spec);
+    if (name_context == NULL || name_materialize == NULL || context_type == NULL) {
+        return -1;
+    }
+    return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,88 @@
+/* One call of a module on its owner, in its caller's modes. */
+#include "python/modules/run_entry.h"
+
+#include "python/modules/hooks.h"
+
+PyObject *
+smp_run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject *args,
+              PyObject *kwargs)
+{
+    PyObject *value;
+
+    if (!(flags & SMP_FLAG_GRAD) && smp_torch_set_grad(false) < 0) {
+        return NULL;
+    }
+    if ((flags & (SMP_FLAG_BARE | SMP_FLAG_INPUTS)) || smp_has_hooks(entry->module)) {
+        PyObject *hooked =
+            PyTuple_Pack(5, entry->module, args, kwargs == NULL ? Py_None : kwargs,
+                         flags & SMP_FLAG_BARE ? Py_True : Py_False,
+                         flags & SMP_FLAG_INPUTS ? Py_True : Py_False);
+
+        value = hooked == NULL ? NULL
+                : state == NULL
+                    ? PyObject_Call(smp_the_session.serve_hooked, hooked, NULL)
+                    : PyObject_CallFunctionObjArgs(smp_the_session.with_state, state,
+                                                   smp_the_session.serve_hooked, hooked,
+                                                   Py_None, NULL);
+        Py_XDECREF(hooked);
+    } else if (state != NULL) {
+        value = PyObject_CallFunctionObjArgs(smp_the_session.with_state, state,
+                                             entry->callable, args,
+                                             kwargs == NULL ? Py_None : kwargs, NULL);
+    } else {
+        value = PyObject_Call(entry->callable, args, kwargs);
+    }
+    if (!(flags & SMP_FLAG_GRAD)) {
+        PyObject *type;
+        PyObject *error;
+        PyObject *traceback;
+
+        PyErr_Fetch(&type, &error, &traceback); /* the module's exception comes first */
+        if (smp_torch_set_grad(true) < 0) {
+            Py_CLEAR(value);
+        }
+        if (type != NULL) {
+            PyErr_Restore(type, error, traceback);
+        }
+    }
+    return value;
+}
+
+/* Whether code has called register_hook on the tensor; -1 with an exception. */
+static int
+is_hooked(PyObject *tensor)
+{
+    PyObject *hooks = PyObject_GetAttr(tensor, smp_names._backward_hooks);
+
+    if (hooks == NULL) {
+        return -1;
+    }
+    Py_DECREF(hooks);
+    return hooks != Py_None;
+}
+
+int
+smp_warn_of_hooks(const smp_unpack *unpack, const smp_pack *pack,
+                  const smp_entry *entry)
+{
+    int       got = 0;
+    int       returned = 0;
+    PyObject *done;
+
+    for (size_t i = 0; i < unpack->ntensors && got == 0; i++) {
+        got = unpack->requires_grad[i] ? is_hooked(unpack->tensors[i]) : 0;
+    }
+    for (size_t i = 0; i < pack->ntensors && got == 0 && returned == 0; i++) {
+        returned = pack->in_graph[i] ? is_hooked(pack->tensors[i]) : 0;
+    }
+    if (got == 0 && returned == 0) {
+        return 0;
+    }
+    if (got < 0 || returned < 0) {
+        return -1;
+    }
+    done = PyObject_CallFunctionObjArgs(smp_the_session.warn_of_hook, entry->path,
+                                        returned ? Py_True : Py_False, NULL);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}

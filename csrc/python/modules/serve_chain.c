@@ -1,0 +1,402 @@
+/* Calls of a chain, one after another, in one graph. */
+#include "python/modules/serve_chain.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "common/mix.h"
+#include "python/modules/chain.h"
+#include "python/modules/failure.h"
+#include "python/modules/gradients.h"
+#include "python/modules/run_entry.h"
+#include "python/modules/session.h"
+#include "python/modules/streams.h"
+#include "python/values/pack_scalar.h"
+#include "python/values/pack_value.h"
+#include "python/values/snapshot.h"
+#include "python/values/unpack_scalar.h"
+#include "python/values/unpack_tensor.h"
+#include "python/values/unpack_value.h"
+
+/* One call under way or done. */
+typedef struct {
+    smp_unpack *unpack; /* its arguments: the request's for the first, else own */
+    smp_unpack  own;
+    smp_pack    pack;     /* its outputs: described for all but the last */
+    long       *versions; /* owned: of its tensors, before it ran */
+} served_call;
+
+typedef struct {
+    served_call    *calls;   /* owned */
+    int32_t        *entries; /* owned, by call */
+    size_t          n;       /* all */
+    size_t          done;    /* with a pack */
+    const uint16_t  flags;
+    const smp_task *task;
+    const uint64_t  count; /* of the microbatch's requests, when it began */
+    bool            nests; /* a call has called other ranks */
+    const int       source;
+} served_chain;
+
+/* The tensor's count of changes in place; -1 with an exception. */
+static long
+version_of(PyObject *tensor)
+{
+    PyObject *number = PyObject_GetAttr(tensor, smp_names._version);
+    long      version = number == NULL ? -1 : PyLong_AsLong(number);
+
+    Py_XDECREF(number);
+    return version;
+}
+
+static int
+note_versions(served_call *call)
+{
+    const smp_unpack *unpack = call->unpack;
+
+    call->versions = malloc((unpack->ntensors + 1) * sizeof(*call->versions));
+    if (call->versions == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        call->versions[i] = version_of(unpack->tensors[i]);
+        if (call->versions[i] < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* An exception if the call has changed an argument: the change is its caller's to know
+ * before the next call. */
+static int
+check_unchanged(const served_call *call)
+{
+    const smp_unpack *unpack = call->unpack;
+
+    for (size_t i = 0; i < unpack->ntensors; i++) {
+        const long now = version_of(unpack->tensors[i]);
+        const long before = call->versions == NULL ? 0 : call->versions[i];
+
+        if (now < 0) {
+            return -1;
+        }
+        if (now != before) {
+            goto changed;
+        }
+    }
+    for (size_t i = 0; i < unpack->nobjects; i++) {
+        const int differs =
+            smp_snapshot_differs(unpack->snapshots[i], unpack->objects[i]);
+
+        if (differs < 0) {
+            return -1;
+        }
+        if (differs) {
+            goto changed;
+        }
+    }
+    return 0;
+changed:
+    PyErr_SetString(PyExc_RuntimeError, "smp: a call of a chain changed an argument");
+    return -1;
+}
+
+static const char *
+sized(smp_unpack *from, uint32_t *size)
+{
+    return smp_unpack_raw(from, 1) == NULL ? NULL : smp_unpack_sized(from, size);
+}
+
+/* Reads the next call: its arguments are tensors of the former call. */
+static int
+read_call(smp_unpack *from, const served_call *former, smp_chain_head *head,
+          served_call *call)
+{
+    smp_chain_source source;
+    const char      *bytes;
+    const char      *values;
+    const char      *sources;
+    PyObject       **tensors;
+    uint32_t         nbytes;
+    uint32_t         nvalues;
+    uint32_t         nsources;
+    int              failed = -1;
+
+    if ((bytes = sized(from, &nbytes)) == NULL ||
+        (values = sized(from, &nvalues)) == NULL ||
+        (sources = sized(from, &nsources)) == NULL) {
+        return -1;
+    }
+    if (nbytes != sizeof(*head)) {
+        return smp_malformed("a chain's call of %u bytes", (unsigned)nbytes);
+    }
+    memcpy(head, bytes, sizeof(*head));
+    if (nsources != head->nsources * sizeof(source) || head->entry < 0 ||
+        (size_t)head->entry >= smp_the_session.nentries) {
+        return smp_malformed("a chain's call of entry %d", (int)head->entry);
+    }
+    tensors = malloc((head->nsources + 1) * sizeof(PyObject *));
+    if (tensors == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (uint32_t i = 0; i < head->nsources; i++) {
+        memcpy(&source, sources + i * sizeof(source), sizeof(source));
+        if (source >> 1 >=
+            (source & 1 ? former->pack.ntensors : former->unpack->ntensors)) {
+            (void)smp_malformed("a chain's tensor from nowhere");
+            goto done;
+        }
+        tensors[i] = source & 1 ? former->pack.tensors[source >> 1]
+                                : former->unpack->tensors[source >> 1];
+    }
+    call->unpack = &call->own;
+    failed =
+        smp_unpack_init_given(&call->own, values, nvalues, tensors, head->nsources) < 0
+            ? -1
+            : note_versions(call);
+done:
+    free(tensors);
+    return failed;
+}
+
+/* The call's value (new), with its own random numbers and its own calls. */
+static PyObject *
+run_call(const served_chain *chain, const smp_chain_head *head, smp_unpack *unpack,
+         smp_task *task)
+{
+    PyObject *args = smp_unpack_value(unpack);
+    PyObject *kwargs = args == NULL ? NULL : smp_unpack_value(unpack);
+    PyObject *state = kwargs == NULL ? NULL : smp_unpack_value(unpack);
+    PyObject *value = NULL;
+
+    if (state != NULL && PyTuple_Check(args)) {
+        smp_calls_fini(&task->calls);
+        task->calls = (smp_calls){0};
+        task->entry = head->entry;
+        task->number = head->number;
+        if (smp_stream_seed(task, smp_mix(head->seed, 1)) == 0) {
+            value = smp_run_entry(&smp_the_session.entries[head->entry], chain->flags,
+                                  state == Py_None ? NULL : state, args,
+                                  kwargs == Py_None ? NULL : kwargs);
+            smp_chain_leave(task);
+        }
+    }
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    Py_XDECREF(state);
+    return value;
+}
+
+/* An exception if the ledger would add up the gradients of a chain's calls in another
+ * order than those of single requests. */
+static int
+check_order(const served_chain *chain, const smp_chain_head *head, size_t at)
+{
+    if ((chain->flags & SMP_FLAG_GRAPH) &&
+        smp_gradients_share(head->entry, chain->entries, at)) {
+        PyErr_SetString(PyExc_RuntimeError, "smp: calls of a chain share a parameter");
+        return -1;
+    }
+    return 0;
+}
+
+/* Describes the outputs of a call; the last one's follow the descriptions, whole. */
+static int
+pack_outputs(served_chain *chain, size_t at, PyObject *value, const smp_entry *entry)
+{
+    served_call *call = &chain->calls[at];
+    const bool   last = at + 1 == chain->n;
+
+    if (check_unchanged(call) < 0) {
+        return -1;
+    }
+    if (chain->task->count != chain->count) {
+        chain->nests = true;
+        PyErr_SetString(PyExc_RuntimeError, "smp: a call of a chain calls other ranks");
+        return -1;
+    }
+    smp_pack_init(&call->pack, last ? smp_the_session.comm : NULL, chain->source,
+                  call->unpack);
+    chain->done = at + 1;
+    call->pack.graph = (chain->flags & SMP_FLAG_GRAPH) != 0;
+    call->pack.parts = last ? SMP_PACK_WHOLE : SMP_PACK_DESCRIBED;
+    for (size_t i = 0; last && i < at; i++) {
+        PyObject *described = smp_pack_as_bytes(&chain->calls[i].pack);
+        int       failed =
+            described == NULL || smp_pack_bytes(&call->pack, TAG_BYTES, described) < 0;
+
+        Py_XDECREF(described);
+        if (failed) {
+            return -1;
+        }
+    }
+    if (smp_pack_value(&call->pack, value) < 0 ||
+        smp_warn_of_hooks(call->unpack, &call->pack, entry) < 0) {
+        return -1;
+    }
+    return smp_session_warn_if_laden(call->pack.laden, entry);
+}
+
+/* Keeps the graph of all calls, and their outputs for placeholders with a use. */
+static int
+keep(served_chain *chain, smp_context *context, uint64_t call)
+{
+    PyObject *outputs = PyList_New(0);
+    int       failed = outputs == NULL;
+
+    context->entries = chain->entries;
+    context->nentries = chain->n;
+    chain->entries = NULL;
+
+    context->held = PyList_New(0);
+    failed = failed || context->held == NULL;
+    for (size_t i = 0; !failed && i < chain->n; i++) {
+        const smp_pack *pack = &chain->calls[i].pack;
+        PyObject       *list = PyList_New((Py_ssize_t)pack->ntensors);
+
+        failed = list == NULL || smp_pack_add_in_graph(pack, outputs) < 0;
+        for (size_t j = 0; !failed && j < pack->ntensors; j++) {
+            PyList_SET_ITEM(list, (Py_ssize_t)j, Py_NewRef(pack->tensors[j]));
+        }
+        failed = failed || (i + 1 < chain->n && PyList_Append(context->held, list) < 0);
+        Py_XDECREF(list);
+    }
+    failed = failed || smp_context_keep(context, outputs, call) < 0;
+    Py_XDECREF(outputs);
+    return failed ? -1 : 0;
+}
+
+/* Takes the exception of call `at`: the caller makes all calls itself, and may get it
+ * from there. */
+static bool
+answer_undone(size_t at, bool nests, smp_envelope *envelope, int source)
+{
+    smp_pack pack;
+    bool     sent;
+
+    if (!smp_session_may_answer()) {
+        return false;
+    }
+    PyErr_Clear();
+    envelope->flags |= SMP_FLAG_RESET;
+    smp_pack_init(&pack, smp_the_session.comm, source, NULL);
+    sent = smp_pack_u32(&pack, (uint32_t)at) == 0 && smp_pack_u32(&pack, nests) == 0 &&
+           smp_pack_send(&pack, envelope) == 0;
+    smp_pack_fini(&pack);
+    return sent;
+}
+
+static void
+free_calls(served_chain *chain)
+{
+    for (size_t i = 0; i < chain->n; i++) {
+        served_call *call = &chain->calls[i];
+
+        if (i < chain->done) {
+            smp_pack_fini(&call->pack);
+        }
+        if (i > 0) {
+            smp_unpack_fini(&call->own);
+        }
+        free(call->versions);
+    }
+    free(chain->calls);
+    free(chain->entries);
+}
+
+bool
+smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
+                smp_envelope *envelope, int source, smp_task *task)
+{
+    served_chain   chain = {.flags = envelope->flags,
+                            .source = source,
+                            .task = task,
+                            .count = envelope->about};
+    smp_chain_head head = {.entry = envelope->entry};
+    uint32_t       count;
+    size_t         at = 0;
+    bool           sent = false;
+
+    if (smp_unpack_u32(first, &count) < 0) {
+        return false;
+    }
+    if (count > SMP_CHAIN_MOST) {
+        (void)smp_malformed("a chain of %u calls", (unsigned)count);
+        return false;
+    }
+    chain.n = count + 1;
+    chain.calls = calloc(chain.n, sizeof(*chain.calls));
+    chain.entries = calloc(chain.n, sizeof(*chain.entries));
+    if (chain.calls == NULL || chain.entries == NULL) {
+        free(chain.calls);
+        free(chain.entries);
+        PyErr_NoMemory();
+        return false;
+    }
+    chain.calls[0].unpack = first;
+    chain.entries[0] = head.entry;
+    Py_INCREF(value);
+    envelope->kind = SMP_MSG_RESPONSE;
+    for (; value != NULL; at++) {
+        int failed =
+            pack_outputs(&chain, at, value, &smp_the_session.entries[head.entry]) < 0;
+
+        Py_CLEAR(value);
+        if (failed || at + 1 == chain.n) {
+            break;
+        }
+        if (read_call(first, &chain.calls[at], &head, &chain.calls[at + 1]) == 0 &&
+            check_order(&chain, &head, at + 1) == 0 &&
+            ((chain.flags & SMP_FLAG_GRAPH) ||
+             smp_gradients_suspect(task->microbatch, head.entry) == 0)) {
+            chain.entries[at + 1] = head.entry;
+            value = run_call(&chain, &head, chain.calls[at + 1].unpack, task);
+        }
+    }
+    envelope->about = context->count = task->count;
+    if (PyErr_Occurred() == NULL && smp_chain_fetch_alive(task->placeholders) == 0 &&
+        keep(&chain, context, envelope->call) == 0) {
+        envelope->seed = context->unreached;
+        sent = smp_pack_send(&chain.calls[chain.n - 1].pack, envelope) == 0;
+    } else {
+        sent = answer_undone(at, chain.nests, envelope, source);
+    }
+    free_calls(&chain);
+    return sent;
+}
+
+bool
+smp_serve_fetch(smp_message *request)
+{
+    smp_envelope envelope = *smp_message_envelope(request);
+    const int    source = request->source;
+    smp_unpack   unpack;
+    smp_pack     pack;
+    uint32_t     call;
+    uint32_t     number;
+    bool         sent = false;
+    smp_context *context = smp_context_find(envelope.about);
+
+    smp_pack_init(&pack, smp_the_session.comm, source, NULL);
+    pack.graph = false;
+    if (smp_unpack_init(&unpack, smp_the_session.comm, request, NULL, false, false) ==
+            0 &&
+        smp_unpack_u32(&unpack, &call) == 0 && smp_unpack_u32(&unpack, &number) == 0 &&
+        context != NULL) {
+        PyObject *list = context->held == NULL
+                             ? NULL
+                             : PyList_GetItem(context->held, (Py_ssize_t)call);
+        PyObject *tensor =
+            list == NULL ? NULL : PyList_GetItem(list, (Py_ssize_t)number);
+
+        envelope.kind = SMP_MSG_RESPONSE;
+        sent = tensor != NULL && smp_pack_value(&pack, tensor) == 0 &&
+               smp_pack_send(&pack, &envelope) == 0;
+    }
+    smp_pack_fini(&pack);
+    smp_unpack_fini(&unpack);
+    return sent;
+}
