@@ -11,7 +11,8 @@ beyond is marked ``wide``.
 import itertools
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -81,6 +82,17 @@ def sample(cases: list[pytest.Function], count: int) -> list[pytest.Function]:
         )
         seen |= pairs[chosen[-1]]
     return chosen
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    """Writes the script of a job, ``train.py``, in ``tmp_path``."""
+
+    def write(text: str) -> Path:
+        (tmp_path / "train.py").write_text(text)
+        return tmp_path / "train.py"
+
+    return write
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -6,23 +6,9 @@ by the machine's monotonic clock, and fails.
 
 SCRIPTS = {
     "pipeline": """
-import time
-import torch
-from torch import nn
-import smp
+from tests.models.jobs import *
 
-smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-smp.set_partition(net[0], 0)
-smp.set_partition(net[1], 1)
-model = smp.DistributedModel(net)
-
-@smp.step
-def train(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
+model = chain(nn.Linear(16, 16), nn.Linear(16, 16), microbatches=2)
 train(model, torch.randn(4, 16))
 print("going", flush=True)
 try:

@@ -209,23 +209,9 @@ def times_of(by_rank: list[list[Moment]]) -> list[float]:
 SCRIPT = """
 import atexit, os, sys, time
 atexit.register(lambda: print("ended", time.monotonic(), flush=True))  # the last to be called
-from pathlib import Path
-import torch
-from torch import nn
-import smp
+from tests.models.jobs import *
 
-smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-for rank, part in enumerate(net):
-    smp.set_partition(part, rank)
-model = smp.DistributedModel(net)
-
-@smp.step
-def train(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
+model = chain(nn.Linear(8, 8), nn.Linear(8, 8), microbatches=2)
 for _ in range(5):
     train(model, torch.randn(4, 8))
 print("runs", os.getpid(), flush=True)

@@ -16,6 +16,7 @@ from smp.pytorch import accelerator as devices_of_torch
 from smp.pytorch import staging
 from tests import accelerator
 from tests.devices import DEVICES, SEVERAL, use
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 
 WIDTH = 64
@@ -23,49 +24,34 @@ WIDTH = 64
 on_accelerators = pytest.mark.parametrize("device", DEVICES[1:])
 
 
-class Giver(nn.Module):
+@module_of(lambda: {"weight": nn.Parameter(torch.arange(12.0).reshape(3, 4))})
+def Giver(self, x):
     """Returns tensors of many layouts, made of its parameter and its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4))
-
-    def forward(self, x):
-        wide = torch.arange(10_000, device=x.device, dtype=torch.float32).reshape(100, 100)
-        return {
-            "same": x,
-            "transposed": (x * self.weight).t(),
-            "expanded": self.weight.sum(0, keepdim=True).expand(5, 4),
-            "column": wide[:, 7],
-            "large": wide.t(),
-            "empty": x[:0],
-            "scalar": self.weight.sum(),
-            "bools": x > 0,
-            "halves": x.to(torch.bfloat16),
-            "integers": torch.arange(7, device=x.device),
-            "host": torch.ones(3),
-        }
+    wide = torch.arange(10_000, device=x.device, dtype=torch.float32).reshape(100, 100)
+    return {
+        "same": x,
+        "transposed": (x * self.weight).t(),
+        "expanded": self.weight.sum(0, keepdim=True).expand(5, 4),
+        "column": wide[:, 7],
+        "large": wide.t(),
+        "empty": x[:0],
+        "scalar": self.weight.sum(),
+        "bools": x > 0,
+        "halves": x.to(torch.bfloat16),
+        "integers": torch.arange(7, device=x.device),
+        "host": torch.ones(3),
+    }
 
 
-class Root(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.giver = Giver()
-
-    def forward(self, x):
-        return self.giver(x)
+@module_of(lambda: {"giver": Giver()})
+def Root(self, x):
+    return self.giver(x)
 
 
-class Chain(nn.Module):
+@module_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
+def Chain(self, x):
     """``first`` is beside its caller, ``second`` on the other rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+    return self.second(torch.tanh(self.first(x)))
 
 
 def begin(device: str, **config) -> torch.device:
@@ -117,14 +103,10 @@ def test_what_a_module_changes_in_place_comes_back(device):
     """What the callee changes in place is written back to the caller's object."""
     on = begin(device)
 
-    class Doubles(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            x.mul_(2)
-            return self.linear(x)
+    @module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+    def Doubles(self, x):
+        x.mul_(2)
+        return self.linear(x)
 
     chain = Chain()
     chain.second = Doubles()

@@ -9,24 +9,19 @@ from torch import nn
 
 import smp
 from smp.compat.checkpoint_calls import checkpoint, checkpoint_sequential
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.models.trained import assert_same
 from tests.ranks import on_ranks
 
 STRATEGIES = ["each", "contiguous", "group_2", "group_3"]
 
 
-class Layer(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(4, 4), "dropout": nn.Dropout(0.5), "runs": 0})
+def Layer(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """A linear layer with dropout that counts how often it runs here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.dropout = nn.Dropout(0.5)
-        self.runs = 0
-
-    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        self.runs += 1
-        return self.dropout(self.linear(x)).tanh() * scale
+    self.runs += 1
+    return self.dropout(self.linear(x)).tanh() * scale
 
 
 class Stack(nn.Module):
@@ -51,8 +46,7 @@ def train(set_up) -> tuple[dict, int]:
     """Gradients of one step of this rank's parameters, and runs of its layers."""
     torch.manual_seed(1)
     stack = Stack()
-    smp.set_partition(stack, 0)
-    model = smp.DistributedModel(stack)
+    model = distributed(stack, {"": 0})
     set_up(stack)
 
     @smp.step
@@ -219,9 +213,9 @@ def test_what_its_class_does_not_copy_stays_the_same_module():
 
 @pytest.mark.parametrize("in_a_list", [False, True])
 def test_packed_arguments_reach_the_first_child_as_one(in_a_list):
-    class Pair(nn.Module):
-        def forward(self, pair):
-            return pair[0] + pair[1]
+    @module_of()
+    def Pair(self, pair):
+        return pair[0] + pair[1]
 
     sequence = nn.Sequential(Pair())
     # A list hands its arguments on to its children.
@@ -241,17 +235,11 @@ def test_an_unknown_strategy_is_refused(strategy):
         smp.set_activation_checkpointing(nn.ModuleList(), strategy="group_2")
 
 
-class Draws(nn.Module):
+@module_of(lambda: {"scale": nn.Parameter(torch.ones(())), "drawn": []})
+def Draws(self, x: torch.Tensor) -> torch.Tensor:
     """Scales by a random number, and notes which."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.drawn: list[float] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.drawn.append(torch.rand(()).item())
-        return x * self.scale * self.drawn[-1]
+    self.drawn.append(torch.rand(()).item())
+    return x * self.scale * self.drawn[-1]
 
 
 def of_the_module(layer: Draws, preserve: bool):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import smp
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 
@@ -110,9 +111,7 @@ def test_a_delayed_model_is_traced_with_a_scaled_loss(listed):
     scaler = smp.amp.GradScaler(init_scale=8.0)
     with smp.delay_param_initialization():
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, 1])
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
 
     @smp.step
@@ -141,9 +140,7 @@ def test_torchs_scaler_agrees_for_a_model_of_several_ranks(kind, degree):
         scaler = kind("cpu", init_scale=8.0)
     with smp.tensor_parallelism(enabled=degree == "tensor_parallel_degree"):
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], smp.pp_size() - 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, smp.pp_size() - 1])
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
 
     @smp.step

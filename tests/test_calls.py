@@ -9,25 +9,20 @@ from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp import _core
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 
 WIDTH = 4
 numbers: dict[tuple[int, str], list[int]] = {}  # by microbatch and what was called
 
 
-class Noting(nn.Module):
+@module_of(lambda name: {"name": name, "linear": nn.Linear(WIDTH, WIDTH)})
+def Noting(self, x):
     """A linear module that notes the numbers of the tasks it runs in."""
-
-    def __init__(self, name: str):
-        super().__init__()
-        self.name = name
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        here = _core.current()
-        if here is not None:
-            numbers.setdefault((here, self.name), []).append(_core.task_number())
-        return self.linear(x)
+    here = _core.current()
+    if here is not None:
+        numbers.setdefault((here, self.name), []).append(_core.task_number())
+    return self.linear(x)
 
 
 class Nested(nn.Module):

@@ -11,6 +11,8 @@ from torch import nn
 
 import smp
 from smp.modules import travelling_changes
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, gradients
 
@@ -40,26 +42,16 @@ class Deep(nn.Module):
         return self.scale * torch.tanh(self.linear(self.norm(x)))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.deep = Deep()
-
-    def forward(self, x, scale=None):
-        if scale is not None:
-            self.deep.scale = scale
-        return self.linear(self.deep(x))
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "deep": Deep()})
+def Block(self, x, scale=None):
+    if scale is not None:
+        self.deep.scale = scale
+    return self.linear(self.deep(x))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(WIDTH, WIDTH)
-        self.b = Block()
-
-    def forward(self, x, scale=None):
-        return self.b(self.a(x), scale)
+@module_of(lambda: {"a": nn.Linear(WIDTH, WIDTH), "b": Block()})
+def Net(self, x, scale=None):
+    return self.b(self.a(x), scale)
 
 
 def in_evaluation_for_a_call(model, x):
@@ -225,9 +217,13 @@ def test_each_microbatch_has_its_own_changes(step, pipeline):
 def test_parameters_are_not_frozen_under_a_call_that_waits():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Net()
-    for path, module in net.named_modules():
-        smp.set_partition(module, int(path == "b" or path.startswith("b.linear")))
-    model = smp.DistributedModel(net)
+    model = distributed(
+        net,
+        {
+            path: int(path == "b" or path.startswith("b.linear"))
+            for path, _ in net.named_modules()
+        },
+    )
 
     def step(model, x):
         model.module.b.linear.requires_grad_(False)
@@ -288,9 +284,7 @@ def test_what_a_parents_forward_freezes_on_another_rank_is_frozen_as_in_one_proc
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": pipeline})
     net = Freezing(kind).double()
     plain = copy.deepcopy(net)
-    smp.set_partition(net, 0)
-    smp.set_partition(net.b, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "b": 1})
     for seed in range(3):
         x = torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.manual_seed(seed))
         smp.step(squared)(model, x)
@@ -318,10 +312,7 @@ def squared(model, x):
 def test_what_microbatches_would_freeze_for_one_another_is_refused_by_name(kind, name):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 3})
     net = Freezing(kind)
-    smp.set_partition(net, 0)
-    smp.set_partition(net.a, 0)
-    smp.set_partition(net.b, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "a": 0, "b": 1})
     told = rf"module '', on pp_rank 0, changes requires_grad of parameter '{name}.weight'"
     with pytest.raises(ValueError, match=told):
         smp.step(squared)(model, torch.randn(6, WIDTH))
@@ -346,9 +337,7 @@ def a_parameter_in_a_step(model, x):
 def test_a_module_of_another_rank_gets_no_module_in_a_step():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Net()
-    smp.set_partition(net.b, 1)
-    smp.set_partition(net.a, 0)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"b": 1, "a": 0})
     smp.step(left_as_it_is)(model, torch.randn(6, WIDTH))
     with pytest.raises(RuntimeError, match="Deep.linear is a Linear that is set in a step"):
         smp.step(a_module_in_a_step)(model, torch.randn(6, WIDTH))
@@ -368,9 +357,7 @@ def deletes(model, x):
 def test_an_attribute_of_a_module_of_another_rank_is_not_deleted_in_a_step():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Net()
-    smp.set_partition(net.b, 1)
-    smp.set_partition(net.a, 0)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"b": 1, "a": 0})
     smp.step(deletes)(model, torch.randn(6, WIDTH))
     net.b.deep.scale = FIRST
     told = "attribute 'b.deep.scale', of a module on pp_rank 1, is deleted in a step"
@@ -387,9 +374,7 @@ def test_a_new_attribute_on_a_third_ranks_module_is_gone_after_the_request():
     """It travels by way of a rank that does not run the module either."""
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 1})
     net = Net().double()
-    for path, rank in {"": 0, "b": 1, "b.deep": 2}.items():
-        smp.set_partition(net.get_submodule(path), rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "b": 1, "b.deep": 2})
 
     @smp.step
     def step(model, x):
@@ -410,9 +395,13 @@ def test_what_a_forward_leaves_there_is_the_last_microbatchs_until_the_script_se
     smp.init(config)
     net = Net()
     net.b.deep.norm = nn.Identity()  # which no microbatch has to wait for
-    for path, module in net.named_modules():
-        smp.set_partition(module, 2 if "deep" in path else int(path.startswith("b")))
-    model = smp.DistributedModel(net)
+    model = distributed(
+        net,
+        {
+            path: 2 if "deep" in path else int(path.startswith("b"))
+            for path, _ in net.named_modules()
+        },
+    )
 
     @smp.step
     def step(model, x):
@@ -441,9 +430,9 @@ def test_tensors_of_a_microbatch_are_not_for_the_next(nested):
     config = {"pipeline_parallel_degree": 2, "microbatches": 2, "active_microbatches": 1}
     smp.init({**config, "pipeline": "interleaved"})
     net = Net()
-    for path, module in net.named_modules():
-        smp.set_partition(module, int(path.startswith("b")))
-    model = smp.DistributedModel(net)
+    model = distributed(
+        net, {path: int(path.startswith("b")) for path, _ in net.named_modules()}
+    )
 
     @smp.step
     def step(model, x):
@@ -473,14 +462,10 @@ def test_what_the_code_of_a_request_sets_outlives_the_changes_that_it_brought():
     assert (module.kept, module.changed, hasattr(module, "new")) == (1, 3, False)
 
 
-class SetsOnItsChild(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.child, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        self.child.asked = True
-        return self.last(self.child(x))
+@module_of(lambda: {"child": nn.Linear(3, 3), "last": nn.Linear(3, 3)})
+def SetsOnItsChild(self, x):
+    self.child.asked = True
+    return self.last(self.child(x))
 
 
 @pytest.fixture

@@ -46,6 +46,23 @@ def save(run: Run, path: Path, tag: str, partial: bool, **more) -> None:
     )
 
 
+def saved_run(path: Path, name: str, partial: bool) -> Run:
+    """One that has saved its first step as "a"."""
+    init(2)
+    run = Run(name)
+    run.train(0, 1)
+    save(run, path, "a", partial)
+    return run
+
+
+def remove(path: Path) -> None:
+    """By rank 0, while the others wait."""
+    smp.barrier()
+    if smp.rank() == 0:
+        path.unlink()
+    smp.barrier()
+
+
 def listed(path: Path) -> list[str]:
     return sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
 
@@ -79,11 +96,7 @@ def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(partial, when, tmp_
 
 @on_ranks(2)
 def test_the_files_have_the_names_of_the_original(tmp_path):
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-
-    save(run, tmp_path, "a", partial=True)
+    run = saved_run(tmp_path, "sgd", partial=True)
     assert listed(tmp_path) == [
         "a_partial/model_0_0.pt",
         "a_partial/model_1_0.pt",
@@ -370,10 +383,7 @@ def test_a_bare_state_dict_with_empty_user_content_is_a_full_checkpoint(tmp_path
 @on_ranks(2)
 def test_a_damaged_or_missing_part_is_an_error_on_every_rank(tmp_path):
     """Rank 1's file has flipped bytes; rank 0 hears of it instead of waiting."""
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-    save(run, tmp_path, "a", partial=True)
+    run = saved_run(tmp_path, "sgd", partial=True)
     part = tmp_path / "a_partial" / "model_1_0.pt"
     bytes_of_weight = run.model.state_dict()["second.0.weight"].numpy().tobytes()
     if smp.rank() == 0:
@@ -396,10 +406,7 @@ def test_a_damaged_or_missing_part_is_an_error_on_every_rank(tmp_path):
 
 @on_ranks(2)
 def test_what_one_rank_cannot_load_is_an_error_on_every_rank(tmp_path):
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-    save(run, tmp_path, "a", partial=True)
+    saved_run(tmp_path, "sgd", partial=True)
 
     def without_it(state: dict) -> dict:
         return {name: value for name, value in state.items() if name != "second.0.weight"}
@@ -413,26 +420,17 @@ def test_what_one_rank_cannot_load_is_an_error_on_every_rank(tmp_path):
 @on_ranks(2)
 def test_the_last_part_is_missed_too(tmp_path):
     """No gap in the numbers shows it; what is not loaded may be missing."""
-    init(2)
-    run = Run("adamw")
-    run.train(0, 1)
-    save(run, tmp_path, "a", partial=True)
+    saved_run(tmp_path, "adamw", partial=True)
     folder = tmp_path / "a_partial"
 
-    def remove(name):
-        smp.barrier()
-        if smp.rank() == 0:
-            (folder / name).unlink()
-        smp.barrier()
-
-    remove("optimizer_1_0.pt")
+    remove(folder / "optimizer_1_0.pt")
     with pytest.raises(smp.CheckpointError, match=r"a_partial lacks optimizer_1_0\.pt"):
         smp.resume_from_checkpoint(tmp_path)
     assert smp.resume_from_checkpoint(tmp_path, load_optimizer=False)["step"] == 3
-    remove("user_content.pt")
+    remove(folder / "user_content.pt")
     with pytest.raises(smp.CheckpointError, match=r"a_partial lacks user_content\.pt$"):
         smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
-    remove("model_1_0.pt")
+    remove(folder / "model_1_0.pt")
     with pytest.raises(smp.CheckpointError, match=r"lacks model_1_0\.pt, user_content\.pt"):
         smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
 
@@ -444,22 +442,16 @@ def test_a_full_checkpoint_lists_its_files(tmp_path):
     run = Run("adamw")
     run.train(0, 1)
 
-    def remove(name):
-        smp.barrier()
-        if smp.rank() == 0:
-            (tmp_path / name).unlink()
-        smp.barrier()
-
     save(run, tmp_path, "a", partial=False)
-    remove("optimizer_a")
+    remove(tmp_path / "optimizer_a")
     with pytest.raises(smp.CheckpointError, match="lacks optimizer_a of the checkpoint 'a'"):
         smp.resume_from_checkpoint(tmp_path, partial=False)
     found = smp.resume_from_checkpoint(tmp_path, partial=False, load_optimizer=False)
     assert found["step"] == 3
-    remove("user_content_a")
+    remove(tmp_path / "user_content_a")
     with pytest.raises(smp.CheckpointError, match="lacks user_content_a, optimizer_a"):
         smp.resume_from_checkpoint(tmp_path, partial=False)
-    remove("parts_a")  # as of versions that listed nothing
+    remove(tmp_path / "parts_a")  # as of versions that listed nothing
     with pytest.warns(UserWarning, match="has no optimizer state"):
         assert smp.resume_from_checkpoint(tmp_path, partial=False) == {}
 
@@ -472,28 +464,19 @@ def test_a_full_checkpoint_lists_its_files(tmp_path):
 
 @on_ranks(2)
 def test_a_checkpoint_that_does_not_list_its_parts_loads(tmp_path):
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-    save(run, tmp_path, "a", partial=True)
+    saved_run(tmp_path, "sgd", partial=True)
 
-    def remove(name):
-        smp.barrier()
-        if smp.rank() == 0:
-            (tmp_path / "a_partial" / name).unlink()
-        smp.barrier()
-
-    remove("parts")
+    remove(tmp_path / "a_partial" / "parts")
     assert smp.resume_from_checkpoint(tmp_path)["step"] == 3
-    remove("user_content.pt")
+    remove(tmp_path / "a_partial" / "user_content.pt")
     assert smp.resume_from_checkpoint(tmp_path) == {}
-    remove("optimizer_0_0.pt")
+    remove(tmp_path / "a_partial" / "optimizer_0_0.pt")
     with pytest.raises(smp.CheckpointError, match=r"a_partial lacks optimizer_0_0\.pt$"):
         smp.resume_from_checkpoint(tmp_path)
-    remove("model_0_0.pt")
+    remove(tmp_path / "a_partial" / "model_0_0.pt")
     with pytest.raises(smp.CheckpointError, match=r"a_partial lacks model_0_0\.pt$"):
         smp.resume_from_checkpoint(tmp_path, load_optimizer=False)
-    remove("model_1_0.pt")
+    remove(tmp_path / "a_partial" / "model_1_0.pt")
     with pytest.raises(smp.CheckpointError, match=r"a_partial has no model_\*_\*\.pt$"):
         smp.resume_from_checkpoint(tmp_path)
 
@@ -516,10 +499,7 @@ def test_a_damaged_newest_is_named(text, tmp_path):
 
 @on_ranks(2)
 def test_a_wrong_kind_or_degree_is_said(tmp_path):
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-    save(run, tmp_path, "a", partial=False)
+    saved_run(tmp_path, "sgd", partial=False)
 
     with pytest.raises(smp.CheckpointError, match="'a', a full one: pass partial=False"):
         smp.resume_from_checkpoint(tmp_path)
@@ -737,33 +717,32 @@ def test_torchs_switch_for_files_that_one_trusts_is_heard(tmp_path, monkeypatch)
         assert smp.load(path, partial=False)["args"].lr == 1
 
 
-def test_a_configuration_is_named_where_transformers_is_not(tmp_path, monkeypatch):
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    folder = ""
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (GPT2Config(), r"file.pt holds a transformers\.\S*GPT2Con"),
+        (numpy.float64(1), "holds a numpy.dtypes.Float64DType"),
+        (Hostile(), "could run code"),
+    ],
+    ids=["transformers is not there", "the state of a numpy dtype", "code"],
+)
+def test_what_a_file_may_not_hold_is_named_and_not_read(value, said, tmp_path, monkeypatch):
+    """A dtype's state would let a file say that bytes are addresses of objects."""
+    monkeypatch.setattr(Hostile, "folder", str(tmp_path / "ran"))
     path = tmp_path / "file.pt"
-    smp.save(GPT2Config(), path, partial=False)
+    torch.save(value, path)
     monkeypatch.setitem(sys.modules, "transformers", None)
 
-    with pytest.raises(smp.CheckpointError, match=r"file.pt holds a transformers\.\S*GPT2Con"):
-        smp.load(path, partial=False)
-
-
-def test_the_state_of_a_numpy_dtype_is_not_read(tmp_path):
-    """It would let a file say that bytes are addresses of objects."""
-    path = tmp_path / "file.pt"
-    torch.save(numpy.float64(1), path)
-
-    with pytest.raises(smp.CheckpointError, match="holds a numpy.dtypes.Float64DType"):
-        smp.load(path, partial=False)
-
-
-def test_a_file_that_would_run_code_runs_none(tmp_path):
-    class Hostile:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    path = tmp_path / "file.pt"
-    torch.save(Hostile(), path)
-
-    with pytest.raises(smp.CheckpointError, match="could run code"):
+    with pytest.raises(smp.CheckpointError, match=said):
         smp.load(path, partial=False)
     assert not (tmp_path / "ran").exists()
 

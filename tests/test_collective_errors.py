@@ -56,12 +56,9 @@ for call in calls if rank == 2 else ():
 """
 
 
-def test_who_is_killed_goes_by_its_global_number(tmp_path):
+def test_who_is_killed_goes_by_its_global_number(script):
     """... in a group beside a default group of another backend."""
-    script = tmp_path / "script.py"
-    script.write_text(KILLED)
-
-    with ranks_behind([[]] * 4, script) as started:
+    with ranks_behind([[]] * 4, script(KILLED)) as started:
         said, errors = started[2].communicate(timeout=120)
 
     lost = "rank 3 is lost [SMP_ERR_PEER_LOST]"

@@ -35,11 +35,10 @@ def test_the_example_of_plain_ddp_runs_under_either_launcher(launch):
     ],
     ids=["smddp", "smp.init"],
 )
-def test_torchrun_has_no_mpi_and_says_so(tmp_path, begins):
-    script = tmp_path / "script.py"
-    script.write_text(f"import torch\n{begins}")
-
-    done = torchrun(2, script, env={"SMP_COMM_TRANSPORTS": "shm,mpi"})
+def test_torchrun_has_no_mpi_and_says_so(script, begins):
+    done = torchrun(
+        2, script(f"import torch\n{begins}"), env={"SMP_COMM_TRANSPORTS": "shm,mpi"}
+    )
 
     assert done.returncode != 0
     assert (
@@ -69,11 +68,9 @@ def lines_of(size: int, folder: Path, script: str) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def test_groups_beside_another_default_connect_over_mpi(tmp_path):
+def test_groups_beside_another_default_connect_over_mpi(script):
     """... each set of ranks on its own, also while some of them are making the next."""
-    path = tmp_path / "script.py"
-    path.write_text(
-        """
+    path = script("""
 import torch
 import torch.distributed as dist
 import smdistributed.dataparallel.torch.torch_smddp
@@ -91,8 +88,7 @@ for ranks, group in zip(members, groups):
 over = {way for use in smp.comm_report().groups for way in use.to_hosts}
 print(rank, *sums, *over)
 dist.barrier()
-"""
-    )
+""")
     done = mpirun(4, path, env={"SMP_COMM_TRANSPORTS": "mpi"})
 
     assert done.returncode == 0, done.stderr
@@ -120,11 +116,9 @@ print(*(os.environ[name] for name in names), os.environ["MASTER_PORT"].isdecimal
     assert said == ["0 7 2 127.0.0.1 True", "1 7 2 127.0.0.1 True"]
 
 
-def test_the_traceback_of_an_exception_that_nobody_catches_is_shown_once(tmp_path):
+def test_the_traceback_of_an_exception_that_nobody_catches_is_shown_once(script):
     """... although torch's hook collects what hooks say, and the job ends before it ends."""
-    path = tmp_path / "script.py"
-    path.write_text(
-        """
+    path = script("""
 import torch.distributed as dist
 import smdistributed.dataparallel.torch.torch_smddp
 dist.init_process_group("smddp")
@@ -132,13 +126,12 @@ dist.barrier()
 if dist.get_rank() == 1:
     raise ArithmeticError("told to")
 dist.barrier()
-"""
-    )
+""")
     done = mpirun(2, path)
 
     assert done.returncode != 0
     assert done.stderr.count("ArithmeticError: told to") == 1
-    assert "script.py" in done.stderr and "smp: rank 1 of 2: not caught" in done.stderr
+    assert "train.py" in done.stderr and "smp: rank 1 of 2: not caught" in done.stderr
 
 
 LIVES = """
@@ -155,11 +148,9 @@ for life in range(30):
 
 @pytest.mark.parametrize("start", [mpirun, torchrun])
 @pytest.mark.sample(1)
-def test_ranks_meet_again(start, tmp_path):
+def test_ranks_meet_again(start, script):
     """torchrun's store outlives them; under mpirun rank 0 may be the last that ends its own."""
-    path = tmp_path / "script.py"
-    path.write_text(LIVES)
-    done = start(2, path)
+    done = start(2, script(LIVES))
 
     assert done.returncode == 0, done.stderr
 
@@ -253,21 +244,17 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("launch", "in_store"), [(mpirun, False), (torchrun, True)])
-def test_under_mpirun_the_secret_does_not_go_through_the_store(tmp_path, launch, in_store):
+def test_under_mpirun_the_secret_does_not_go_through_the_store(script, launch, in_store):
     """... also of a group of some of the ranks."""
-    script = tmp_path / "script.py"
-    script.write_text(SECRET)
-
-    done = launch(3, script)
+    done = launch(3, script(SECRET))
 
     assert done.returncode == 0, done.stderr
     lines = [f"1 {in_store}", f"2 {in_store}", f"2 {in_store}"]
     assert sorted(done.stdout.splitlines()) == lines
 
 
-def test_the_environment_settles_transports_and_pool_of_smddp_alone(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("""
+def test_the_environment_settles_transports_and_pool_of_smddp_alone(script):
+    path = script("""
 import sys
 import torch, torch.distributed as dist
 import smdistributed.dataparallel.torch.torch_smddp
@@ -281,20 +268,19 @@ dist.barrier()
 """)
     settings = {"SMP_COMM_TRANSPORTS": "tcp", "SMP_COMM_POOL_BYTES": str(3 << 20)}
 
-    done = torchrun(2, script, env=settings)
+    done = torchrun(2, path, env=settings)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"('tcp',) {3 << 20}"] * 2
 
-    done = torchrun(2, script, env={"SMP_COMM_INTERFACE": "none0"})
+    done = torchrun(2, path, env={"SMP_COMM_INTERFACE": "none0"})
     assert done.returncode != 0
     assert "comm_interface='none0': must be the name" in done.stderr
 
 
 @pytest.mark.parametrize("launch", [mpirun, torchrun])
-def test_a_rank_that_cannot_start_is_named_to_all(tmp_path, launch):
+def test_a_rank_that_cannot_start_is_named_to_all(script, launch):
     """... so that the others do not wait for it."""
-    script = tmp_path / "script.py"
-    script.write_text("""
+    path = script("""
 import os
 import torch, torch.distributed as dist
 import smdistributed.dataparallel.torch.torch_smddp
@@ -306,7 +292,7 @@ except Exception as error:
     os.write(1, f"{os.environ['RANK']} {type(error).__name__} {error}"[:70].encode() + b"\\n")
 """)
 
-    done = launch(3, script)
+    done = launch(3, path)
 
     assert done.returncode == 0, done.stderr
     refused = "ConfigError: comm_interface='none0': must be the name"
@@ -342,9 +328,8 @@ dist.barrier()
 """
 
 
-def test_survivors_name_a_killed_rank(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_survivors_name_a_killed_rank(script):
+    path = script(
         SCRIPT
         + """
 if rank == 1:
@@ -360,7 +345,7 @@ except dist.DistBackendError as error:
 """
     )
 
-    with ranks_behind([[]] * 3, script) as started:
+    with ranks_behind([[]] * 3, path) as started:
         ended = [started[rank].communicate(timeout=120) for rank in (0, 2)]
 
     lost = "rank 1 is lost [SMP_ERR_PEER_LOST]"
@@ -429,10 +414,8 @@ print(tensor.item())
     assert said == ["2.0", "2.0", "interrupted"]
 
 
-def test_ctrl_c_ends_the_wait_for_ranks_that_do_not_connect(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        """
+def test_ctrl_c_ends_the_wait_for_ranks_that_do_not_connect(script):
+    path = script("""
 import os, signal, threading
 from datetime import timedelta
 import torch.distributed as dist
@@ -457,10 +440,9 @@ try:
     bootstrap.OverStore(store, 0, 3)
 except dist.DistStoreError as error:
     print(error)
-"""
-    )
+""")
     done = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, path],
         env=rank_environment(),
         capture_output=True,
         text=True,
@@ -558,10 +540,9 @@ print("end")
     assert said == ["end", "end"]
 
 
-def test_a_forked_child_is_no_member(tmp_path):
+def test_a_forked_child_is_no_member(script):
     """... and its end leaves the job alone.  (MPI's own end hangs in a forked child.)"""
-    script = tmp_path / "script.py"
-    script.write_text(
+    path = script(
         SCRIPT
         + """
 dist.all_reduce(torch.ones(4), async_op=True).get_future().wait()
@@ -579,7 +560,7 @@ print(tensor.sum().item())
 dist.destroy_process_group()
 """
     )
-    done = torchrun(2, script)
+    done = torchrun(2, path)
 
     assert done.returncode == 0, done.stderr
     # torchrun's ranks write into each other's lines.

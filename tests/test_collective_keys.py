@@ -13,7 +13,7 @@ import smp
 from smp import _core
 from smp.tensor_parallel.backward import keys, order, step_end
 from tests.ranks import on_ranks
-from tests.reference.whole_job import WholeJob, split_over_all_ranks
+from tests.reference.whole_job import WholeJob, in_float64, split_over_all_ranks
 
 WIDTH = 8
 KINDS = ("linear", "rows", "embedding", "region")
@@ -69,8 +69,7 @@ def batch_of(kind: str) -> Any:
 
 def job_of(kind: str) -> WholeJob:
     split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(5)
+    in_float64(5)
     return WholeJob(TwoAlike(kind), loss_of, batch_of(kind))
 
 

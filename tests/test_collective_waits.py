@@ -117,10 +117,9 @@ for work in works:
     ]
 
 
-def test_a_group_that_connects_ranks_of_its_own_reports_them_as_the_job_numbers_them(tmp_path):
+def test_a_group_that_connects_ranks_of_its_own_reports_them_as_the_job_numbers_them(script):
     """Beside a default group of another backend."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    path = script(
         BEGIN.replace('"smddp")', '"gloo")')
         + """
 group = dist.new_group([1, 2], backend="smddp")
@@ -131,7 +130,7 @@ dist.barrier()
 """
     )
 
-    done = mpirun(3, script, env={"SMP_WATCHDOG_REPORT_S": "0.2"})
+    done = mpirun(3, path, env={"SMP_WATCHDOG_REPORT_S": "0.2"})
 
     assert done.returncode == 0, done.stderr
     told = re.search(r"smp: rank (.): group '.*': receive \(tag 0\) from rank 2", done.stderr)
@@ -147,9 +146,8 @@ dist.barrier()
     ],
     ids=["all-reduce", "receive"],
 )
-def test_a_rank_that_is_stopped_is_reported_again_and_again(tmp_path, call, said):
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_a_rank_that_is_stopped_is_reported_again_and_again(script, call, said):
+    path = script(
         BEGIN
         + f"""
 import signal
@@ -162,7 +160,7 @@ if rank == 1:
 print("done")
 """
     )
-    with job(2, script, env={"SMP_WATCHDOG_REPORT_S": "0.3"}) as process:
+    with job(2, path, env={"SMP_WATCHDOG_REPORT_S": "0.3"}) as process:
         pid = int(process.stdout.readline())
         waits = []
         while len(waits) < 3:

@@ -9,22 +9,23 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import smp
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
-from tests.reference.whole_job import WholeJob
+from tests.reference.whole_job import WholeJob, in_float64
 
 ROWS = 4
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, 6)
-        self.mlp = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.head = nn.Linear(6, 11)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) * 2
-        return self.head(x + self.mlp(x).relu()).cos()
+@module_of(
+    lambda: {
+        "words": nn.Embedding(11, 6),
+        "mlp": nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)),
+        "head": nn.Linear(6, 11),
+    }
+)
+def Net(self, ids: Tensor) -> Tensor:
+    x = self.words(ids) * 2
+    return self.head(x + self.mlp(x).relu()).cos()
 
 
 class Blocks(nn.Module):
@@ -110,9 +111,7 @@ def check(net: nn.Module, before: str, after: str) -> None:
     elif after:
         WAYS[after](job.model.module, compiled)
         WAYS[after](job.plain, Compiled())
-    for step in range(2):
-        job.step(step, max_norm=0.05)
-    job.check_parameters()
+    job.run(2, max_norm=0.05)
     assert any(smp.allgather(compiled.backend.frame_count, smp.WORLD))
 
 
@@ -130,8 +129,7 @@ CASES = [(way, "") for way in WAYS] + [
 @on_ranks(2, timeout_s=120)
 def test_a_compiled_model_that_is_split_equals_the_plain_one(before, after):
     smp.init({"tensor_parallel_degree": 2})
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     with smp.tensor_parallelism():
         net = Net()
     check(net, before, after)
@@ -142,8 +140,7 @@ def test_a_compiled_model_that_is_split_equals_the_plain_one(before, after):
 @on_ranks(4, timeout_s=240)
 def test_likewise_in_a_pipeline(before, after):
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2})
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     with smp.tensor_parallelism():
         net = Net()
     check(net, before, after)
@@ -154,8 +151,7 @@ def test_likewise_in_a_pipeline(before, after):
 @on_ranks(2, timeout_s=120)
 def test_regions_are_compiled_between_their_collectives(before, after):
     smp.init({"tensor_parallel_degree": 2})
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     with smp.tensor_parallelism():
         net = Blocks()
     check(net, before, after)

@@ -92,38 +92,66 @@ def test_defaults():
     }
 
 
-def test_active_microbatches_is_two_more_than_the_degree():
-    assert load(4, pipeline_parallel_degree=4).active_microbatches == 6
+PAIRS = ((0, "forward"), (0, "backward"))
+GIVES = [
+    (4, {"pipeline_parallel_degree": 4}, {"active_microbatches": 6}),
+    (1, {"pipeline": "simple", "microbatches": 7}, {"active_microbatches": 7}),
+    (1, {"pipeline": [*PAIRS], "microbatches": 9}, {"active_microbatches": 9}),
+    (2, {"partitions": 2, "microbatches": 9}, {"active_microbatches": 4}),
+    (1, {"active_microbatches": None, "memory_weight": None}, {"active_microbatches": 3}),
+    (1, {"optimize": "memory"}, {"memory_weight": 0.8}),
+    (1, {"optimize": "channels"}, {"memory_weight": 0.8}),
+    (1, {"optimize": "speed"}, {"memory_weight": 0.2}),
+    (1, {"optimize": "speed", "memory_weight": 1}, {"memory_weight": 1.0}),
+    (4, {"pipeline_parallel_degree": 2}, {"ddp": True}),
+    (2, {"partitions": 2}, {"ddp": False, "partitions": 2, "pipeline_parallel_degree": 2}),
+    (
+        2,
+        {"partitions": 2, "auto_partition": False, "default_partition": 1},
+        {"auto_partition": False, "default_partition": 1},
+    ),
+    (1, {"pipeline": [*PAIRS]}, {"pipeline": PAIRS}),
+    (1, {"pipeline": sorted}, {"pipeline": sorted}),
+    (1, {"comm_transports": ["mpi"]}, {"comm_transports": ("mpi",)}),
+    (1, {"comm_transports": ["tcp", "shm"]}, {"comm_transports": ("tcp", "shm")}),
+    (1, {"comm_transports": ["ucx", "mpi"]}, {"comm_transports": ("ucx", "mpi")}),
+    (1, {"comm_transports": ["^shm"]}, {"comm_transports": ("^shm",)}),
+    (1, {"comm_transports": ["^shm", "^tcp"]}, {"comm_transports": ("^shm", "^tcp")}),
+    (1, {"comm_transports": ["^shm", "^tcp", "^mpi"]}, {"comm_transports": ("ucx",)}),
+    *(
+        (1, {name: value}, {name: value})
+        for name in ("memory_weight", "sdp_gradient_clipping", "watchdog_report_s")
+        for value in (0, 1)
+    ),
+    *(
+        (1, {"placement_strategy": name}, {"placement_strategy": name})
+        for name in config.PLACEMENTS
+    ),
+]
+
+
+@pytest.mark.parametrize(("size", "given", "wanted"), GIVES)
+def test_what_is_given_is_taken_and_settles_what_is_not(size, given, wanted):
+    cfg = load(size, **given)
+    assert {name: getattr(cfg, name) for name in wanted} == wanted
+
+
+TP, PP = "tensor_parallel_degree", "pipeline_parallel_degree"
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_a_degree_of_minus_1_is_what_the_others_leave(size, monkeypatch):
+@pytest.mark.parametrize(("name", "other"), [(PP, TP), ("partitions", TP), (TP, PP)])
+def test_a_degree_of_minus_1_is_what_the_others_leave(size, name, other, monkeypatch):
     monkeypatch.setattr(config, "_NOT_BUILT", [])
-    cfg = load(size, pipeline_parallel_degree=-1)
-    assert (cfg.pipeline_parallel_degree, cfg.partitions, cfg.ddp) == (size, size, False)
-    assert cfg.active_microbatches == size + 2
-    assert load(size, partitions=-1) == cfg
+    cfg = load(size, **{name: -1})
+    assert cfg == load(size, **{name: size})
+    assert (getattr(cfg, name), getattr(cfg, other)) == (size, 1)
+    assert cfg.ddp is (size > 1 and name == TP)
+    assert cfg.active_microbatches == cfg.partitions + 2
     if size == 12:
-        assert load(size, partitions=-1, tensor_parallel_degree=3).partitions == 4
-        more = load(
-            size, partitions=-1, tensor_parallel_degree=3, sharded_data_parallel_degree=2
-        )
-        assert more.partitions == 2 and more.ddp
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_a_tensor_parallel_degree_of_minus_1_is_what_the_others_leave(size, monkeypatch):
-    monkeypatch.setattr(config, "_NOT_BUILT", [])
-    cfg = load(size, tensor_parallel_degree=-1)
-    assert (cfg.tensor_parallel_degree, cfg.pipeline_parallel_degree) == (size, 1)
-    assert cfg.ddp is (size > 1)
-    assert cfg == load(size, tensor_parallel_degree=size)
-    if size == 12:
-        assert load(size, tensor_parallel_degree=-1, partitions=3).tensor_parallel_degree == 4
-        more = load(
-            size, partitions=3, tensor_parallel_degree=-1, sharded_data_parallel_degree=2
-        )
-        assert more.tensor_parallel_degree == 2
+        assert getattr(load(size, **{name: -1, other: 3}), name) == 4
+        more = load(size, **{name: -1, other: 3}, sharded_data_parallel_degree=2)
+        assert getattr(more, name) == 2 and more.ddp
 
 
 @pytest.mark.parametrize("pipeline", ["pipeline_parallel_degree", "partitions"])
@@ -146,28 +174,6 @@ def test_a_degree_of_minus_1_where_the_others_do_not_divide():
     for name in ("pipeline_parallel_degree", "tensor_parallel_degree"):
         with pytest.raises(ConfigError, match="=-2 .* at least 1, or -1: as many ranks as"):
             load(4, **{name: -2})
-
-
-def test_active_microbatches_is_all_of_them_for_simple():
-    assert load(pipeline="simple", microbatches=7).active_microbatches == 7
-
-
-def test_memory_weight_follows_optimize():
-    assert load(optimize="memory").memory_weight == 0.8
-    assert load(optimize="channels").memory_weight == 0.8
-    assert load(optimize="speed").memory_weight == 0.2
-    assert load(optimize="speed", memory_weight=1).memory_weight == 1.0
-
-
-def test_ddp_turns_itself_on_where_the_degrees_need_it():
-    assert load(4, pipeline_parallel_degree=2).ddp is True
-    assert load(2, pipeline_parallel_degree=2).ddp is False
-
-
-def test_partitions_is_the_older_name_of_pipeline_parallel_degree():
-    cfg = load(2, partitions=2)
-
-    assert cfg.pipeline_parallel_degree == cfg.partitions == 2
 
 
 def test_two_names_of_one_parameter_must_agree():
@@ -252,31 +258,42 @@ class TestSources:
         assert (cfg.microbatches, cfg.ddp) == (6, True)
 
     @pytest.mark.parametrize(
-        "value, said",
+        ("name", "value", "said"),
         [
-            ("{", "SMP_CONFIG cannot be parsed"),
-            ("/nowhere/c.json", "c.json' cannot be read: No such file"),
-            ("settings.ini", "neither a JSON object nor the path"),
-            ("[1]", "neither a JSON object nor the path"),
+            ("SMP_CONFIG", "{", "SMP_CONFIG cannot be parsed"),
+            ("SMP_CONFIG", "/nowhere/c.json", "c.json' cannot be read: No such file"),
+            ("SMP_CONFIG", "settings.ini", "neither a JSON object nor the path"),
+            ("SMP_CONFIG", "[1]", "neither a JSON object nor the path"),
+            ("SM_HP_MP_PARAMETERS", "{partitions: 2}", "SM_HP_MP_PARAMETERS cannot be parsed"),
+            ("SMP_COMM_POOL_BYTES", "much", r"comm_pool_bytes='much' \(in the environment\)"),
+            *(
+                (
+                    f"SMP_{key.upper()}",
+                    "soon",
+                    rf"{key}='soon' \(in the environment\): must be a n",
+                )
+                for key in ("watchdog_report_s", "watchdog_end_s")
+            ),
         ],
     )
-    def test_a_wrong_smp_config_says_what_is_wrong(self, monkeypatch, value, said):
-        monkeypatch.setenv("SMP_CONFIG", value)
+    def test_a_wrong_variable_says_what_is_wrong(self, monkeypatch, name, value, said):
+        monkeypatch.setenv(name, value)
 
         with pytest.raises(ConfigError, match=said):
             load()
 
-    def test_a_file_must_hold_an_object(self, monkeypatch, tmp_path):
-        (tmp_path / "c.json").write_text("[1]")
-        monkeypatch.setenv("SMP_CONFIG", str(tmp_path / "c.json"))
+    @pytest.mark.parametrize(
+        ("name", "text", "said"),
+        [
+            ("c.json", "[1]", "must hold an object"),
+            ("c.yaml", "microbatches: [1", r"c\.yaml' cannot be parsed: (.|\n)*line 1"),
+        ],
+    )
+    def test_a_file_must_hold_an_object(self, monkeypatch, tmp_path, name, text, said):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setenv("SMP_CONFIG", str(tmp_path / name))
 
-        with pytest.raises(ConfigError, match="must hold an object"):
-            load()
-
-    def test_wrong_json_of_sagemaker(self, monkeypatch):
-        monkeypatch.setenv("SM_HP_MP_PARAMETERS", "{partitions: 2}")
-
-        with pytest.raises(ConfigError, match="SM_HP_MP_PARAMETERS cannot be parsed"):
+        with pytest.raises(ConfigError, match=said):
             load()
 
     def test_comm_keys_come_from_the_environment_too(self, monkeypatch):
@@ -314,20 +331,6 @@ class TestSources:
 
         assert dataclasses.asdict(load()) == {**others, key: value}
 
-    def test_the_error_names_the_source(self, monkeypatch):
-        monkeypatch.setenv("SMP_COMM_POOL_BYTES", "much")
-
-        with pytest.raises(ConfigError, match=r"comm_pool_bytes='much' \(in the environment\)"):
-            load()
-
-    @pytest.mark.parametrize("key", ["watchdog_report_s", "watchdog_end_s"])
-    def test_a_time_of_the_environment_is_a_number(self, monkeypatch, key):
-        monkeypatch.setenv(f"SMP_{key.upper()}", "soon")
-
-        told = rf"{key}='soon' \(in the environment\): must be a number from 0"
-        with pytest.raises(ConfigError, match=told):
-            load()
-
     @pytest.mark.parametrize(
         "name, module, told",
         [
@@ -343,13 +346,6 @@ class TestSources:
         monkeypatch.setitem(sys.modules, module, None)
 
         with pytest.raises(ConfigError, match=f"^{told}"):
-            load()
-
-    def test_a_file_that_is_no_yaml_is_told_with_the_place(self, monkeypatch, tmp_path):
-        (tmp_path / "c.yaml").write_text("microbatches: [1")
-        monkeypatch.setenv("SMP_CONFIG", str(tmp_path / "c.yaml"))
-
-        with pytest.raises(ConfigError, match=r"c\.yaml' cannot be parsed: (.|\n)*line 1"):
             load()
 
     def test_init_takes_a_dict(self):
@@ -400,8 +396,8 @@ def test_a_bool_is_a_bool(name, value):
         load(**{name: value})
 
 
-def test_there_are_bools():
-    assert len(BOOLS) == 13
+def test_there_are_bools_and_placements():
+    assert len(BOOLS) == 13 and len(set(config.PLACEMENTS)) == 8
 
 
 def test_json_writes_large_ints_as_floats():
@@ -443,38 +439,6 @@ def test_a_wrong_value_is_named_with_what_is_allowed(name, value, allowed):
         load(**{name: value})
 
 
-@pytest.mark.parametrize("strategy", config.PLACEMENTS)
-def test_every_placement_strategy_is_known(strategy):
-    assert load(placement_strategy=strategy).placement_strategy == strategy
-
-
-def test_there_are_eight_placement_strategies():
-    assert len(set(config.PLACEMENTS)) == 8
-
-
-def test_transports_can_be_forced_or_left_out():
-    assert load(comm_transports=["mpi"]).comm_transports == ("mpi",)
-    assert load(comm_transports=["tcp", "shm"]).comm_transports == ("tcp", "shm")
-    assert load(comm_transports=["ucx", "mpi"]).comm_transports == ("ucx", "mpi")
-    assert load(comm_transports=["^shm"]).comm_transports == ("^shm",)
-    assert load(comm_transports=["^shm", "^tcp"]).comm_transports == ("^shm", "^tcp")
-    assert load(comm_transports=["^shm", "^tcp", "^mpi"]).comm_transports == ("ucx",)
-
-
-def test_a_schedule_may_be_a_list_or_a_callable():
-    pairs = [(0, "forward"), (0, "backward")]
-
-    assert load(pipeline=pairs).pipeline == tuple(pairs)
-    assert load(pipeline=sorted).pipeline is sorted
-
-
-@pytest.mark.parametrize("value", [0, 1])
-def test_a_number_may_be_at_either_of_its_limits(value):
-    assert load(memory_weight=value).memory_weight == value
-    assert load(sdp_gradient_clipping=value).sdp_gradient_clipping == value
-    assert load(watchdog_report_s=value, watchdog_end_s=value).watchdog_end_s == value
-
-
 def test_warnings_that_were_given_once_are_given_again_when_they_are_forgotten():
     for _ in range(2):
         with pytest.warns(UserWarning, match="no effect here: ddp_port"):
@@ -482,16 +446,17 @@ def test_warnings_that_were_given_once_are_given_again_when_they_are_forgotten()
         config.forget_warnings()
 
 
-def test_none_means_not_given_where_the_library_decides():
-    assert load(active_microbatches=None, memory_weight=None) == load()
-
-
 @pytest.mark.parametrize(
     "key, nearest",
-    [("microbatch", "microbatches"), ("partition", "partitions"), ("Optimize", "optimize")],
+    [
+        ("microbatch", "did you mean 'microbatches'"),
+        ("partition", "did you mean 'partitions'"),
+        ("Optimize", "did you mean 'optimize'"),
+        ("zzz", "known are .*microbatches"),
+    ],
 )
-def test_a_misspelt_key_names_the_nearest(key, nearest):
-    with pytest.raises(ConfigError, match=f"{key}=1 .*did you mean '{nearest}'"):
+def test_a_misspelt_key_names_the_nearest_or_all_that_are_known(key, nearest):
+    with pytest.raises(ConfigError, match=f"{key}=1 .*{nearest}"):
         load(**{key: 1})
 
 
@@ -500,11 +465,6 @@ def test_a_private_key_is_not_proposed(key):
     with pytest.raises(ConfigError) as error:
         load(**{key: 1})
     assert not re.search(r"[ ']_", str(error.value).removeprefix(key))
-
-
-def test_an_unknown_key_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="zzz=1 .*known are .*microbatches"):
-        load(zzz=1)
 
 
 @pytest.mark.parametrize(
@@ -534,12 +494,6 @@ def test_every_rule_has_a_combination_above():
     broken = test_impossible_combinations.pytestmark[0].args[1]
 
     assert len(broken) >= len(config._RULES)
-
-
-def test_manual_partition_with_its_default():
-    cfg = load(2, partitions=2, auto_partition=False, default_partition=1)
-
-    assert (cfg.auto_partition, cfg.default_partition) == (False, 1)
 
 
 @pytest.mark.parametrize(
@@ -584,12 +538,6 @@ def test_what_the_original_accepts_in_the_configuration_is_accepted():
         more = {"_prescaled_batch": True, "pipeline": "_only_forward"}
         given = load(overlapping_allreduce=True, **more)
     assert given.prescaled_batch and given.pipeline == "interleaved"
-
-
-def test_a_schedule_of_ones_own_may_have_all_microbatches_in_flight():
-    turns = [(0, "forward"), (0, "backward")]
-    assert load(pipeline=turns, microbatches=9).active_microbatches == 9
-    assert load(2, microbatches=9, pipeline_parallel_degree=2).active_microbatches == 4
 
 
 def test_what_is_not_given_does_not_warn():

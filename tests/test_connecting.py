@@ -113,17 +113,15 @@ except KeyboardInterrupt:
 
 
 @contextmanager
-def started(tmp_path: Path, transport: str, *argv: str) -> Iterator[list[subprocess.Popen]]:
+def started(script, transport: str, *argv: str) -> Iterator[list[subprocess.Popen]]:
     """The three ranks; rank 2 is where it stays.  None outlives the block."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     python = FORK_SERVER.command()
     processes = [
         subprocess.Popen(
-            [*python, str(script), *argv],
+            [*python, str(script(SCRIPT)), *argv],
             env=rank_environment(
                 {
                     "RANK": str(rank),
@@ -172,9 +170,9 @@ def stale() -> set[Path]:
     "transport, kind",
     [("shm", "smddp"), ("shm", "smp.init"), ("tcp", "smddp"), ("ucx", "smp.init")],
 )
-def test_ctrl_c_ends_the_wait_for_a_rank_that_never_connects(tmp_path, transport, kind):
+def test_ctrl_c_ends_the_wait_for_a_rank_that_never_connects(script, transport, kind):
     before = stale()
-    with started(tmp_path, transport, kind, "-1", "SIGINT") as ranks:
+    with started(script, transport, kind, "-1", "SIGINT") as ranks:
         said = [rank.communicate(timeout=DEADLINE_S) for rank in ranks[:2]]
 
     for rank, (out, err) in zip(ranks, said, strict=False):
@@ -184,10 +182,10 @@ def test_ctrl_c_ends_the_wait_for_a_rank_that_never_connects(tmp_path, transport
     assert stale() <= before
 
 
-def test_sigterm_ends_a_rank_that_connects_and_the_others_name_it(tmp_path):
+def test_sigterm_ends_a_rank_that_connects_and_the_others_name_it(script):
     """They do not wait for the third one, and remove the file that it has left."""
     before = stale()
-    with started(tmp_path, "shm", "smddp", "1", "SIGTERM") as ranks:
+    with started(script, "shm", "smddp", "1", "SIGTERM") as ranks:
         ended = ranks[1].wait(DEADLINE_S)
         _, err = ranks[0].communicate(timeout=DEADLINE_S)
 
@@ -197,11 +195,9 @@ def test_sigterm_ends_a_rank_that_connects_and_the_others_name_it(tmp_path):
 
 
 @pytest.mark.parametrize("begin", ["smp.init({})", "dist.init_process_group('smddp')"])
-def test_under_mpirun_a_rank_that_is_interrupted_there_ends_the_job(tmp_path, begin):
+def test_under_mpirun_a_rank_that_is_interrupted_there_ends_the_job(script, begin):
     """The other one never comes, and MPI would wait for it at the end."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"""
+    path = script(f"""
 import os, signal, sys, threading
 import torch.distributed as dist
 import smp
@@ -224,9 +220,8 @@ for boot in (bootstrap.OverMPI, bootstrap.OverStore):
 if os.environ["RANK"] == "0":
     threading.Thread(target=interrupt, daemon=True).start()
 {begin}
-"""
-    )
-    done = mpirun(2, script, timeout_s=DEADLINE_S)
+""")
+    done = mpirun(2, path, timeout_s=DEADLINE_S)
 
     assert done.returncode != 0
     assert "smp: rank 0 of 2: interrupted at " in done.stderr

@@ -67,19 +67,13 @@ def pids(request) -> list[list[str]]:
     return [apart if request.param == "both" else [], apart]
 
 
-def test_collectives_of_ranks_that_do_not_see_each_others_processes(tmp_path, pids):
-    script = tmp_path / "script.py"
-    script.write_text(COLLECTIVES)
-
-    with ranks_behind(pids, script) as ranks:
+def test_collectives_of_ranks_that_do_not_see_each_others_processes(script, pids):
+    with ranks_behind(pids, script(COLLECTIVES)) as ranks:
         assert outputs(ranks) == ["shared memory\n"] * 2
 
 
-def test_a_pipeline_of_ranks_that_do_not_see_each_others_processes(tmp_path, pids):
-    script = tmp_path / "script.py"
-    script.write_text(PIPELINE)
-
-    with ranks_behind(pids, script) as ranks:
+def test_a_pipeline_of_ranks_that_do_not_see_each_others_processes(script, pids):
+    with ranks_behind(pids, script(PIPELINE)) as ranks:
         assert outputs(ranks) == ["2 False shm\n"] * 2
 
 
@@ -90,12 +84,10 @@ READ_ONLY = "mount -t tmpfs -o ro tmpfs /dev/shm"
 @pytest.mark.parametrize(
     ("job", "said"), [(COLLECTIVES, " tcp\n"), (PIPELINE, "1 True tcp\n")], ids=["smddp", "smp"]
 )
-def test_a_job_whose_shared_memory_cannot_be_written_goes_over_tcp(tmp_path, job, said):
-    script = tmp_path / "script.py"
-    script.write_text(job)
+def test_a_job_whose_shared_memory_cannot_be_written_goes_over_tcp(script, job, said):
     behind = own("--mount", first=READ_ONLY)
 
-    with ranks_behind([behind] * 2, script, env={"SMP_COMM_TRANSPORTS": "tcp"}) as ranks:
+    with ranks_behind([behind] * 2, script(job), env={"SMP_COMM_TRANSPORTS": "tcp"}) as ranks:
         assert outputs(ranks) == [said] * 2
 
 
@@ -111,15 +103,20 @@ print("came through", flush=True)
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
 @pytest.mark.parametrize("limit", [40, 44, 48])
 def test_a_job_with_few_descriptors_says_so_and_the_next_one_tidies_up(
-    tmp_path, limit, transports
+    script, limit, transports
 ):
     """Wherever it runs out of them, no rank waits for what cannot come any more."""
-    script = tmp_path / "script.py"
-    script.write_text(STARTS_WITH)
     job = f"{shlex.join(mpirun_command(2))} sh -c 'ulimit -n %d; exec $0 $1' $0 $1"
     both = f"{job % limit}; echo between; {job % 256}; ls -A /dev/shm"
     done = subprocess.run(
-        [*own("--mount", first=OWN_SHARED_MEMORY), "sh", "-c", both, sys.executable, script],
+        [
+            *own("--mount", first=OWN_SHARED_MEMORY),
+            "sh",
+            "-c",
+            both,
+            sys.executable,
+            script(STARTS_WITH),
+        ],
         env=rank_environment({"SMP_COMM_TRANSPORTS": transports}),
         capture_output=True,
         text=True,
@@ -169,11 +166,8 @@ def test_files_of_a_process_whose_number_means_another_are_left_alone(tmp_path):
 
 @pytest.mark.parametrize("kind", endless.SCRIPTS)
 @pytest.mark.sample(2)
-def test_a_rank_of_another_pid_namespace_that_is_killed_is_named(tmp_path, pids, kind):
-    script = tmp_path / "script.py"
-    script.write_text(endless.SCRIPTS[kind])
-
-    with ranks_behind(pids, script) as ranks:
+def test_a_rank_of_another_pid_namespace_that_is_killed_is_named(script, pids, kind):
+    with ranks_behind(pids, script(endless.SCRIPTS[kind])) as ranks:
         for rank in ranks:
             assert rank.stdout.readline() == "going\n", rank.communicate(timeout=60)
         os.kill(process_of(ranks[1], is_behind=True), signal.SIGKILL)
@@ -217,12 +211,10 @@ print(sum("SMP_SECRET_FILE" in str(each.message) for each in caught), flush=True
     ("start", "said"),
     [("smddp", ["shm 0\n"] * 2), ("smp.init", ["0 2 0 False shm 0\n", "1 2 0 False shm 0\n"])],
 )
-def test_another_host_name_is_not_another_host(tmp_path, start, said):
-    script = tmp_path / "script.py"
-    script.write_text(STARTS[start])
+def test_another_host_name_is_not_another_host(script, start, said):
     renamed = own("--uts", first="hostname elsewhere")
 
-    with ranks_behind([[], renamed], script) as ranks:
+    with ranks_behind([[], renamed], script(STARTS[start])) as ranks:
         assert outputs(ranks) == said
 
 
@@ -233,13 +225,11 @@ def test_another_host_name_is_not_another_host(tmp_path, start, said):
         ("smp.init", ["0 1 0 True tcp 1\n", "0 1 1 True tcp 0\n"]),
     ],
 )
-def test_other_shared_memory_is_another_host(tmp_path, start, said):
+def test_other_shared_memory_is_another_host(script, start, said):
     """... whatever name it has; rank 0 warns once of a secret that came through the store."""
-    script = tmp_path / "script.py"
-    script.write_text(STARTS[start])
     apart = own("--mount", first=OWN_SHARED_MEMORY)
 
-    with ranks_behind([apart, apart], script) as ranks:
+    with ranks_behind([apart, apart], script(STARTS[start])) as ranks:
         assert outputs(ranks) == said
 
 
@@ -248,27 +238,27 @@ def test_other_shared_memory_is_another_host(tmp_path, start, said):
     [("smddp", ["tcp 0\n"] * 2), ("smp.init", ["0 1 0 True tcp 0\n", "0 1 1 True tcp 0\n"])],
 )
 @pytest.mark.sample(1)
-def test_with_a_secret_file_there_is_nothing_to_warn_of(tmp_path, start, said):
-    script = tmp_path / "script.py"
-    script.write_text(STARTS[start])
+def test_with_a_secret_file_there_is_nothing_to_warn_of(tmp_path, script, start, said):
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text("of the whole group")
     apart = own("--mount", first=OWN_SHARED_MEMORY)
 
-    with ranks_behind([apart, apart], script, env={"SMP_SECRET_FILE": str(secret)}) as ranks:
+    with ranks_behind(
+        [apart, apart], script(STARTS[start]), env={"SMP_SECRET_FILE": str(secret)}
+    ) as ranks:
         assert outputs(ranks) == said
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_secret_file_that_others_may_read_is_refused(tmp_path, start):
-    script = tmp_path / "script.py"
-    script.write_text(STARTS[start])
+def test_a_secret_file_that_others_may_read_is_refused(tmp_path, script, start):
     secret = tmp_path / "secret"
     secret.write_text("of the whole group")
     secret.chmod(0o644)
 
-    with ranks_behind([[], []], script, env={"SMP_SECRET_FILE": str(secret)}) as ranks:
+    with ranks_behind(
+        [[], []], script(STARTS[start]), env={"SMP_SECRET_FILE": str(secret)}
+    ) as ranks:
         said = [rank.communicate(timeout=60)[1] for rank in ranks]
 
     assert all(rank.returncode != 0 for rank in ranks)
@@ -281,18 +271,16 @@ def test_a_secret_file_that_others_may_read_is_refused(tmp_path, start):
 
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.sample(1)
-def test_ranks_that_know_no_port_meet_at_torchs_own(tmp_path, start):
+def test_ranks_that_know_no_port_meet_at_torchs_own(script, start):
     """RANK, WORLD_SIZE and MASTER_ADDR are enough.  In a network of their own."""
     need("ip")
-    script = tmp_path / "script.py"
-    script.write_text(STARTS[start])
     both = 'RANK=1 "$@" & RANK=0 "$@"; first=$?; wait $! && (exit $first)'
     network = own("--net", first=f"ip link set lo up && eval '{both}' && exec true")
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     inherited = {k: v for k, v in without_mpi().items() if k != "MASTER_PORT"}
 
     with subprocess.Popen(
-        [*network, sys.executable, script],
+        [*network, sys.executable, script(STARTS[start])],
         env={**inherited, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.modules.conversion import give_data
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 CONVERSIONS = {
@@ -117,8 +118,7 @@ def test_buffers_without_memory_are_converted_too():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     with smp.delay_param_initialization():
         net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"1": 1})
     smp.step(lambda model, x: model(x))(model, torch.randn(4, 3))
     assert net[1].running_mean.is_meta == (smp.pp_rank() == 0)
 

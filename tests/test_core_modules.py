@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob
 from tests.test_tensor_parallel_modules import marked, rows_of
@@ -21,27 +23,17 @@ ROWS, WIDTH = 5, 3
 WAYS = list(product(["sparse", "dense"], repeat=3))
 
 
-class Table(nn.Module):
+@module_of(lambda: {"rows": nn.Embedding(ROWS, WIDTH, sparse=True)})
+def Table(self, ids: Tensor, way: str) -> Tensor:
     """Rows of it have a sparse gradient, the whole of it a dense one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(ROWS, WIDTH, sparse=True)
-
-    def forward(self, ids: Tensor, way: str) -> Tensor:
-        if way == "sparse":
-            return self.rows(ids)
-        return self.rows.weight.tanh().sum() * ids.unsqueeze(-1).expand(-1, WIDTH).double()
+    if way == "sparse":
+        return self.rows(ids)
+    return self.rows.weight.tanh().sum() * ids.unsqueeze(-1).expand(-1, WIDTH).double()
 
 
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.near = nn.Linear(WIDTH, WIDTH)
-        self.table = Table()
-
-    def forward(self, ids: Tensor, way: str) -> Tensor:
-        return self.near(self.table(ids, way))
+@module_of(lambda: {"near": nn.Linear(WIDTH, WIDTH), "table": Table()})
+def Head(self, ids: Tensor, way: str) -> Tensor:
+    return self.near(self.table(ids, way))
 
 
 @on_ranks(2)
@@ -51,10 +43,9 @@ def test_sparse_and_dense_gradients_of_one_table_are_added(there):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 3})
     net = Head().double()
     plain = copy.deepcopy(net)
-    smp.set_partition(net, 0)
-    smp.set_partition(net.near, 1 - there)
-    smp.set_partition(net.table, there)
-    model = smp.DistributedModel(net, average_grads_across_microbatches=False)
+    model = distributed(
+        net, {"": 0, "near": 1 - there, "table": there}, average_grads_across_microbatches=False
+    )
     ids = torch.arange(3)
     ways = dict(enumerate(WAYS[-1]))
 
@@ -82,17 +73,12 @@ def test_sparse_and_dense_gradients_of_one_table_are_added(there):
 # ------------------------------------------------------- what a loss leaves out elsewhere
 
 
-class Ways(nn.Module):
+@module_of(
+    lambda: {"first": nn.Linear(4, 3), "last": nn.Linear(3, 3), "other": nn.Linear(4, 3)}
+)
+def Ways(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """One goes over both ranks of a pipeline, one over its first alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 3)
-        self.last = nn.Linear(3, 3)
-        self.other = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.last(self.first(x)), self.other(x)
+    return self.last(self.first(x)), self.other(x)
 
 
 @on_ranks(4)
@@ -130,14 +116,10 @@ class Slotted:
         self.tensor = tensor
 
 
-class Changer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, how: str, given: object) -> Tensor:
-        CHANGES[how](given)
-        return self.linear(x)
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Changer(self, x: Tensor, how: str, given: object) -> Tensor:
+    CHANGES[how](given)
+    return self.linear(x)
 
 
 def rename(given: dict) -> None:
@@ -308,15 +290,11 @@ def test_a_result_that_cannot_travel_fails_that_step_on_every_rank():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
 
 
-class Refusing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, refuses: bool) -> Tensor:
-        if refuses:
-            raise RuntimeError("refused")
-        return self.linear(x)
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Refusing(self, x: Tensor, refuses: bool) -> Tensor:
+    if refuses:
+        raise RuntimeError("refused")
+    return self.linear(x)
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ import copy
 import gc
 import os
 import random
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import smp
 from smp.data_parallel.group import ReplicasDiffer
 from tests.devices import DEVICES, use
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.models.random_tree import describe, make_tree, random_partition
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, assert_same_bits, gradients
@@ -32,16 +34,15 @@ WIDTH = 6
 BACKENDS = ["gloo", "smddp"]  # what carries the gradients
 
 
-class Branches(nn.Module):
+@module_of(
+    lambda: {
+        "stem": nn.Linear(WIDTH, WIDTH),
+        "branches": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)),
+    }
+)
+def Branches(self, x: Tensor, branch: int) -> Tensor:
     """Replicas may take different branches; nobody takes the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor, branch: int) -> Tensor:
-        return self.branches[branch](torch.tanh(self.stem(x)))
+    return self.branches[branch](torch.tanh(self.stem(x)))
 
 
 def plain_model() -> nn.Module:
@@ -68,6 +69,23 @@ def averaged(replicas: list[nn.Module]) -> dict[str, Tensor | None]:
         used = any(replica.get_parameter(name).grad is not None for replica in replicas)
         out[name] = total / len(replicas) if used else None
     return out
+
+
+def mean_square(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def of_replicas(
+    make: Callable[[], nn.Module],
+    step: int = 0,
+    rows: int = 4,
+    loss: Callable = mean_square,
+) -> dict[str, Tensor | None]:
+    """What two replicas have after a backward of that step, by themselves."""
+    replicas = [make(), make()]
+    for rank, replica in enumerate(replicas):
+        loss(replica(batch_of(rank, step, rows))).backward()
+    return averaged(replicas)
 
 
 def local_gradients(model: smp.DistributedModel) -> dict[str, Tensor | None]:
@@ -204,25 +222,24 @@ def test_training_equals_ddp():
     )
 
 
-class SharesMemory(nn.Module):
+@module_of(
+    lambda value, fails=False: {
+        "linear": nn.Linear(WIDTH, WIDTH),
+        "expanded": nn.Buffer(torch.full((WIDTH,), value).expand(2, WIDTH)),
+        "windows": nn.Buffer(torch.full((6,), value).unfold(0, 4, 2)),
+        "apart": nn.Buffer(torch.full((4, 6), value).t()[::2]),
+        "count": nn.Buffer(torch.zeros(())),
+        "frozen": nn.Parameter(torch.full((1,), value).expand(WIDTH), requires_grad=False),
+        "fails": fails,
+    }
+)
+def SharesMemory(self, x: Tensor) -> Tensor:
     """Tensors whose elements share memory, or lie apart."""
-
-    def __init__(self, value: float, fails: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("expanded", torch.full((WIDTH,), value).expand(2, WIDTH))
-        self.register_buffer("windows", torch.full((6,), value).unfold(0, 4, 2))
-        self.register_buffer("apart", torch.full((4, 6), value).t()[::2])
-        self.register_buffer("count", torch.zeros(()))
-        self.frozen = nn.Parameter(torch.full((1,), value).expand(WIDTH), requires_grad=False)
-        self.fails = fails
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        out = self.linear(x) * self.frozen + self.expanded[0] + self.windows.sum()
-        if self.fails:
-            raise ArithmeticError("here")
-        return out
+    self.count += 1
+    out = self.linear(x) * self.frozen + self.expanded[0] + self.windows.sum()
+    if self.fails:
+        raise ArithmeticError("here")
+    return out
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -240,9 +257,7 @@ def test_tensors_whose_elements_share_memory_are_the_first_replica_s(backend):
 def test_buffers_whose_elements_share_memory_are_put_back_after_a_step_that_failed():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), SharesMemory(3.0))
-    smp.set_partition(net, 0)
-    smp.set_partition(net[1], 1)
-    model, step = smp.DistributedModel(net), smp.step(mean_loss)
+    model, step = distributed(net, {"": 0, "1": 1}), smp.step(mean_loss)
     step(model, batch_of(0))
     net[1].fails = True
     with pytest.raises(ArithmeticError):
@@ -281,10 +296,8 @@ def test_backward_outside_a_step_is_followed_by_the_exchange():
 
     model(batch_of(smp.dp_rank())).square().mean().backward()
 
-    replicas = [plain_model(), plain_model()]
-    for rank, replica in enumerate(replicas):
-        replica(batch_of(rank)).square().mean().backward()
-    assert_same_bits(local_gradients(model), averaged(replicas))
+    want = of_replicas(plain_model)
+    assert_same_bits(local_gradients(model), want)
 
 
 @on_ranks(2)
@@ -309,10 +322,8 @@ def test_a_backward_that_raised_outside_a_step_fails_on_all_replicas_and_the_nex
     model.zero_grad()
     model(batch_of(smp.dp_rank())).square().mean().backward()
 
-    replicas = [plain_model(), plain_model()]
-    for rank, replica in enumerate(replicas):
-        replica(batch_of(rank)).square().mean().backward()
-    assert_same_bits(local_gradients(model), averaged(replicas))
+    want = of_replicas(plain_model)
+    assert_same_bits(local_gradients(model), want)
 
 
 @on_ranks(2)
@@ -360,10 +371,8 @@ def test_a_gradient_that_grows_after_its_bucket_was_sent_is_sent_again(in_step):
     else:
         model(x).square().mean().backward()
 
-    replicas = [Checkpointed(), Checkpointed()]
-    for rank, replica in enumerate(replicas):
-        replica(batch_of(rank)).square().mean().backward()
-    assert_same_bits(local_gradients(model), averaged(replicas))
+    want = of_replicas(Checkpointed)
+    assert_same_bits(local_gradients(model), want)
 
 
 @pytest.mark.parametrize("in_step", [False, True])
@@ -618,16 +627,10 @@ def test_buffers_may_stay_a_replicas_own(broadcasts, in_step):
     assert_same_bits(dict(module.named_buffers()), dict(reference.named_buffers()))
 
 
-class WithBuffer(nn.Module):
+@module_of(lambda: {"layer": nn.Linear(WIDTH, 2), "place": nn.Buffer(torch.zeros(()))})
+def WithBuffer(self, x: Tensor) -> Tensor:
     """One that the forward leaves as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 2)
-        self.register_buffer("place", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+    return self.layer(x)
 
 
 @on_ranks(2)
@@ -747,10 +750,8 @@ def test_one_replica_evaluates_alone():
 
     step(model, batch_of(smp.dp_rank(), 1))
 
-    replicas = [plain_model(), plain_model()]
-    for rank, replica in enumerate(replicas):
-        replica(batch_of(rank, 1)).square().mean().backward()
-    assert_same_bits(local_gradients(model), averaged(replicas))
+    want = of_replicas(plain_model, 1)
+    assert_same_bits(local_gradients(model), want)
 
 
 @on_ranks(2)
@@ -916,24 +917,6 @@ def test_the_other_replicas_hear_in_which_module_microbatch_and_phase_one_failed
         assert told in notes, notes
 
 
-@on_ranks(2)
-def test_an_exit_of_one_replica_that_would_pass_for_success_is_an_error_on_all():
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(plain_model())
-
-    @smp.step
-    def step(model: nn.Module, x: Tensor) -> None:
-        model.backward(model(x).sum())
-        if smp.dp_rank() == 1:
-            sys.exit()
-
-    with pytest.raises(RuntimeError, match=r"sys.exit\(\) inside a step") as caught:
-        step(model, batch_of(0))
-    if smp.dp_rank() == 1:
-        assert type(caught.value.__cause__) is SystemExit
-    assert all(p.grad is None for p in model.parameters())
-
-
 @on_ranks(2, 4)
 def test_a_failed_comm_hook_fails_the_step_on_all():
     """In a pipeline, too, whose steps that fail leave the script's buffers and numbers."""
@@ -1062,8 +1045,6 @@ def test_two_models_in_one_script():
     second.zero_grad()
     step(first, batch_of(smp.dp_rank()), False)
 
-    replicas = [plain_model(), plain_model()]
-    for rank, replica in enumerate(replicas):
-        replica(batch_of(rank)).sum().backward()
-    assert_same_bits(local_gradients(first), averaged(replicas))
+    want = of_replicas(plain_model, loss=torch.sum)
+    assert_same_bits(local_gradients(first), want)
     assert all(p.grad is None for p in second.local_parameters())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import smp
 from tests import accelerator
 from tests.ranks import TESTS, mpirun, on_ranks
-from tests.reference.whole_job import WholeJob, split_over_all_ranks
+from tests.reference.whole_job import WholeJob, in_float64, split_over_all_ranks
 
 DEMO = TESTS.parent / "examples" / "train_gpt.py"
 
@@ -39,17 +39,14 @@ def loss_of(model: nn.Module, pieces: Tensor) -> Tensor:
 @on_ranks(2)
 def test_its_model_split_over_two_ranks_equals_the_plain_one():
     split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
+    in_float64(1)
     with smp.tensor_parallelism():
         net = demo().GPT(width=10, heads=5, layers=2, length=8)
     job = WholeJob(net, loss_of, pieces)
     assert isinstance(net.embedding, smp.nn.DistributedEmbedding)
     assert net.head.weight is net.embedding.weight and net.head.weight.shape == (128, 10)
     assert isinstance(net.blocks[1].mlp[2], smp.nn.DistributedLinear)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    job.run(2)
 
 
 @pytest.mark.skipif(accelerator.compiler() is None, reason="no C++ compiler")

@@ -16,6 +16,8 @@ from torch.distributed import _functional_collectives as functional
 import smp
 from smp import _core
 from smp.tensor_parallel.backward import sequence
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import SEEDS, on_ranks
 
 WIDTH = 3
@@ -64,30 +66,26 @@ class SharedNorm(nn.Module):
         return (x - mean) * torch.rsqrt(var + 1e-5) * self.weight
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.norm = SharedNorm()
-
-    def forward(self, x):
-        return torch.tanh(self.norm(self.linear(x)))
+@module_of(
+    lambda: {"linear": nn.Linear(WIDTH, WIDTH, dtype=torch.float64), "norm": SharedNorm()}
+)
+def Block(self, x):
+    return torch.tanh(self.norm(self.linear(x)))
 
 
-class Net(nn.Module):
+@module_of(
+    lambda: {
+        "near": Block(),
+        "far": Block(),
+        "quiet": nn.Linear(WIDTH, WIDTH, dtype=torch.float64),
+        "again": Block(),
+    }
+)
+def Net(self, x):
     """Modules with collectives on both stages, called forth and back between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.near = Block()
-        self.far = Block()
-        self.quiet = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.again = Block()
-
-    def forward(self, x):
-        x = x + self.far(self.near(x))
-        x = x + self.quiet(x)
-        return self.again(x) + self.far(x)
+    x = x + self.far(self.near(x))
+    x = x + self.quiet(x)
+    return self.again(x) + self.far(x)
 
 
 def make(kind: type[Net] = Net) -> Any:
@@ -376,18 +374,12 @@ def test_without_the_option_a_module_that_calls_a_collective_says_what_to_set(tp
     train(model, data_of(smp.dp_rank()))
 
 
-class Calling(nn.Module):
+@module_of(lambda call: {"call": call, "linear": nn.Linear(WIDTH, WIDTH)})
+def Calling(self, x):
     """Calls one of torch.distributed's collectives."""
-
-    def __init__(self, call):
-        super().__init__()
-        self.call = call
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.linear(x)
-        self.call(x.detach().clone())
-        return x
+    x = self.linear(x)
+    self.call(x.detach().clone())
+    return x
 
 
 CALLS = {
@@ -455,14 +447,9 @@ def test_a_collective_of_the_step_function_is_refused():
 # ---------------------------------------------------------------------- nn.SyncBatchNorm
 
 
-class WithSyncBatchNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.SyncBatchNorm(WIDTH)
-
-    def forward(self, x):
-        return self.norm(self.linear(x))
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "norm": nn.SyncBatchNorm(WIDTH)})
+def WithSyncBatchNorm(self, x):
+    return self.norm(self.linear(x))
 
 
 class OwnSyncBatchNorm(nn.SyncBatchNorm):
@@ -471,9 +458,7 @@ class OwnSyncBatchNorm(nn.SyncBatchNorm):
 
 def split_sync_batch_norm() -> tuple[WithSyncBatchNorm, smp.DistributedModel]:
     net = WithSyncBatchNorm()
-    smp.set_partition(net.linear, 0)
-    smp.set_partition(net.norm, 1)
-    return net, smp.DistributedModel(net)
+    return net, distributed(net, {"linear": 0, "norm": 1})
 
 
 @on_ranks(4)

@@ -18,6 +18,7 @@ import smp
 from smp import _core
 from tests import accelerator
 from tests.devices import DEVICES, use
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 
 WIDTH = 64
@@ -33,16 +34,10 @@ def begin(device: str, **config) -> torch.device:
     return use(device)
 
 
-class Chain(nn.Module):
+@module_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
+def Chain(self, x):
     """``first`` is beside its caller, ``second`` on the other rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+    return self.second(torch.tanh(self.first(x)))
 
 
 def distributed(module: nn.Module, second: nn.Module) -> smp.DistributedModel:
@@ -113,37 +108,28 @@ def test_a_full_pool_is_slower_and_counted(device):
     assert report.device_pool_fallbacks >= 8
 
 
-class Layouts(nn.Module):
+@module_of(lambda: {"weight": nn.Parameter(torch.arange(12.0).reshape(3, 4))})
+def Layouts(self, x):
     """Returns tensors of many layouts, made of its parameter and its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4))
-
-    def forward(self, x):
-        wide = torch.arange(10_000, device=x.device, dtype=torch.float32).reshape(100, 100)
-        return {
-            "transposed": (x * self.weight).t(),
-            "expanded": self.weight.sum(0, keepdim=True).expand(5, 4),
-            "column": wide[:, 7],
-            "large": wide.t(),
-            "offset": wide[3:50].clone()[2:, 5:],
-            "empty": x[:0],
-            "scalar": self.weight.sum(),
-            "bools": x > 0,
-            "halves": x.to(torch.bfloat16),
-            "integers": torch.arange(7, device=x.device),
-            "host": torch.ones(3000),
-        }
+    wide = torch.arange(10_000, device=x.device, dtype=torch.float32).reshape(100, 100)
+    return {
+        "transposed": (x * self.weight).t(),
+        "expanded": self.weight.sum(0, keepdim=True).expand(5, 4),
+        "column": wide[:, 7],
+        "large": wide.t(),
+        "offset": wide[3:50].clone()[2:, 5:],
+        "empty": x[:0],
+        "scalar": self.weight.sum(),
+        "bools": x > 0,
+        "halves": x.to(torch.bfloat16),
+        "integers": torch.arange(7, device=x.device),
+        "host": torch.ones(3000),
+    }
 
 
-class Root(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.giver = Layouts()
-
-    def forward(self, x):
-        return self.giver(x)
+@module_of(lambda: {"giver": Layouts()})
+def Root(self, x):
+    return self.giver(x)
 
 
 @on_ranks(2)
@@ -175,17 +161,11 @@ def test_tensors_of_any_layout_arrive_as_they_were(device):
             assert mine._version == 0, name
 
 
-class Keeps(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(1, 1), "kept": None})
+def Keeps(self, x):
     """Gives back what it got the call before."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(1, 1)
-        self.kept = None
-
-    def forward(self, x):
-        before, self.kept = self.kept, x
-        return x.clone() if before is None else before
+    before, self.kept = self.kept, x
+    return x.clone() if before is None else before
 
 
 @on_ranks(2)

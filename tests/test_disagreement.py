@@ -13,20 +13,21 @@ import smp
 from smp.execution.first_step import PartitionMismatch
 from smp.job.collective_calls import CallMismatch
 from smp.partitioning.partition import Partition
+from tests.models.modules import module_of
 from tests.ranks import mpirun, on_ranks
 
 WIDTH = 4
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.second = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.second(self.first(x)))
+@module_of(
+    lambda: {
+        "first": nn.Linear(WIDTH, WIDTH),
+        "second": nn.Linear(WIDTH, WIDTH),
+        "norm": nn.BatchNorm1d(WIDTH),
+    }
+)
+def Net(self, x: torch.Tensor) -> torch.Tensor:
+    return self.norm(self.second(self.first(x)))
 
 
 def train(model, x):
@@ -272,11 +273,8 @@ print("finished")
 """
 
 
-def test_a_call_that_only_some_ranks_make_ends_the_job_with_both_lines(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(ONLY_SOME)
-
-    done = mpirun(2, script)
+def test_a_call_that_only_some_ranks_make_ends_the_job_with_both_lines(script):
+    done = mpirun(2, script(ONLY_SOME))
 
     said = done.stdout + done.stderr
     assert done.returncode != 0 and "finished" not in said

@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x))
+@module_of(lambda: {"linear": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)})
+def Block(self, x: Tensor) -> Tensor:
+    return self.norm(self.linear(x))
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from smp.nn import vocabulary_parallel_cross_entropy
 from smp.slicing.slices import is_scaled_batch, slices_of
 from smp.tensor_parallel import group
 from tests.ranks import on_ranks
-from tests.reference.whole_job import assert_near, split_over_all_ranks
+from tests.reference.whole_job import assert_near, in_float64, split_over_all_ranks
 
 # ---------------------------------------------------------------------------- embeddings
 
@@ -51,8 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_a_split_table_with_the_options_of_torchs(option, by_rows):
     """Of the samples of all ranks together, which each rank has in part."""
     split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
+    in_float64(1)
     weight, options = torch.randn(7, 5), OPTIONS[option]
     whole = nn.Embedding(7, 5, **options)
     whole.load_state_dict({"weight": weight})

@@ -12,9 +12,16 @@ import smp
 from smp.nn.transformer.split_parts import PartOfSum
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.rows import kernels, same_samples
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 from tests.reference import transformer as plain
-from tests.reference.whole_job import Batch, WholeJob, assert_near, split_over_all_ranks
+from tests.reference.whole_job import (
+    Batch,
+    WholeJob,
+    assert_near,
+    in_float64,
+    split_over_all_ranks,
+)
 
 SIZES = {
     "num_attention_heads": 5,
@@ -55,25 +62,24 @@ LAYERS = {
 }  # fmt: skip
 
 
-class Around(nn.Module):
+@module_of(
+    lambda layer, cross: {
+        "first": nn.Linear(10, 10),
+        "layer": layer,
+        "last": nn.Linear(10, 3),
+        "cross": cross,
+    }
+)
+def Around(self, x: Tensor, mask: Tensor | None, states: Tensor, other: Tensor) -> Tensor:
     """A plain linear, a layer, a plain linear: as a model uses one."""
-
-    def __init__(self, layer: nn.Module, cross: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(10, 10)
-        self.layer = layer
-        self.last = nn.Linear(10, 3)
-        self.cross = cross
-
-    def forward(self, x: Tensor, mask: Tensor | None, states: Tensor, other: Tensor) -> Tensor:
-        given = (self.first(x), mask)
-        if self.cross:
-            given = (given[0], states, mask, other)
-        out = self.layer(given)
-        assert len(out) == len(given) and all(
-            a is b for a, b in zip(out[1:], given[1:], strict=True)
-        )
-        return self.last(out[0])
+    given = (self.first(x), mask)
+    if self.cross:
+        given = (given[0], states, mask, other)
+    out = self.layer(given)
+    assert len(out) == len(given) and all(
+        a is b for a, b in zip(out[1:], given[1:], strict=True)
+    )
+    return self.last(out[0])
 
 
 def masked(samples: int, positions: int, generator: torch.Generator) -> Tensor:
@@ -105,8 +111,7 @@ def squares(model: nn.Module, *batch: Tensor) -> Tensor:
 
 
 def check_layer(options: dict, masks: str, alike: bool = False, steps: int = 2) -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     options = {**SIZES, **options}
     del options["embedding_dropout_prob"]
     cross = options.get("add_cross_attention", False)
@@ -219,18 +224,15 @@ def loss_of(model: nn.Module, *batch: Tensor | None) -> Tensor:
 def check_lm(
     kind: str, alike: bool = False, delayed: bool = False, batch: Batch | None = None
 ) -> WholeJob:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     options = {**LM, **LMS[kind]}
     with smp.delay_param_initialization(delayed):
         net = smp.nn.DistributedTransformerLMHead(**options)
     del options["embedding_dropout_prob"]
     batch = batch or texts(kind, alike)
-    job = WholeJob(net, loss_of, batch, plain=plain.PlainLMHead(**options))
-    for step in range(3):
-        job.step(step, max_norm=0.1)
-    job.check_parameters()
-    return job
+    return WholeJob(net, loss_of, batch, plain=plain.PlainLMHead(**options)).run(
+        3, max_norm=0.1
+    )
 
 
 @pytest.mark.parametrize("optimize", ["memory", "speed"])
@@ -257,24 +259,25 @@ def test_a_language_model_of_ranks_with_the_same_samples(kind, optimize):
     check_lm(kind, alike=True)
 
 
-class Unrolled(nn.Module):
+@module_of(
+    lambda transformer, parts: {
+        "first": nn.Linear(10, 10),
+        "last": nn.Linear(10, 3),
+        "transformer": transformer,
+        "parts": parts,
+    }
+)
+def Unrolled(self, x: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
     """Calls a transformer's layers, or what is in them, by itself."""
-
-    def __init__(self, transformer: nn.Module, parts: bool) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(10, 10), nn.Linear(10, 3)
-        self.transformer, self.parts = transformer, parts
-
-    def forward(self, x: Tensor, mask: Tensor, *_: Tensor) -> Tensor:
-        hidden = self.first(x)
-        for layer in self.transformer.seq_layers:
-            if self.parts:
-                hidden = layer.output(layer.attention((hidden, mask)))
-            else:
-                hidden, same = layer((hidden, mask))
-                assert same is mask
-            assert hidden.shape == x.shape
-        return self.last(hidden)
+    hidden = self.first(x)
+    for layer in self.transformer.seq_layers:
+        if self.parts:
+            hidden = layer.output(layer.attention((hidden, mask)))
+        else:
+            hidden, same = layer((hidden, mask))
+            assert same is mask
+        assert hidden.shape == x.shape
+    return self.last(hidden)
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["layers", "parts"])
@@ -283,16 +286,12 @@ class Unrolled(nn.Module):
 def test_a_layer_that_is_called_outside_of_its_transformer_takes_whole_samples(optimize, parts):
     alike = optimize != "channels"
     split_over_all_ranks(prescaled_batch=alike, optimize=optimize)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     options = {**SIZES, "num_layers": 2}
     net = Unrolled(smp.nn.DistributedTransformer(**options), parts)
     del options["embedding_dropout_prob"]
     reference = Unrolled(plain.PlainTransformer(**options), parts)
-    job = WholeJob(net, squares, batch_of("all", alike), plain=reference)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    WholeJob(net, squares, batch_of("all", alike), plain=reference).run(2)
 
 
 @pytest.mark.parametrize("optimize", CUTS)
@@ -409,8 +408,7 @@ def test_a_language_model_in_a_pipeline(optimize):
         "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2,
         "optimize": optimize,
     })  # fmt: skip
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     options = {**LM, **GPT, "num_layers": 4}
     net = smp.nn.DistributedTransformerLMHead(**options)
     del options["embedding_dropout_prob"]
@@ -421,10 +419,7 @@ def test_a_language_model_in_a_pipeline(optimize):
         ids = torch.randint(0, 23, (4, 5 + rank), generator=generator)
         return ids, (ids % 5 == 4).double(), None, None, ids
 
-    job = WholeJob(net, loss_of, batch, plain=reference)
-    for step in range(2):
-        job.step(step, max_norm=0.1)
-    job.check_parameters()
+    job = WholeJob(net, loss_of, batch, plain=reference).run(2, max_norm=0.1)
     assert any("seq_layers." in name for name, _ in job.model.local_named_parameters())
 
 
@@ -437,8 +432,7 @@ def test_a_language_model_in_a_pipeline(optimize):
 @on_ranks(2)
 def test_layers_are_checkpointed(strategy, optimize):
     split_over_all_ranks(optimize=optimize)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     options = {**LM, **GPT, "hidden_dropout_prob": 0.2, "attention_dropout_prob": 0.2}
     net = smp.nn.DistributedTransformerLMHead(**options)
     gradients = []
@@ -620,8 +614,7 @@ def test_hooks_on_what_is_in_a_layer_are_called_on_the_ranks_that_have_them(opti
 
 
 def layer_of(**options) -> nn.Module:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     options = {**SIZES, **options}
     del options["embedding_dropout_prob"]
     return smp.nn.DistributedTransformerLayer(**options)
@@ -807,8 +800,7 @@ def test_what_it_is_made_with_and_given_is_checked():
 @on_ranks(2)
 def test_an_input_that_requires_grad_on_one_rank_only(optimize, cross):
     split_over_all_ranks(optimize=optimize)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     options = {**SIZES, "add_cross_attention": cross}
     del options["embedding_dropout_prob"]
     layer = smp.nn.DistributedTransformerLayer(**options).requires_grad_(False)
@@ -818,33 +810,6 @@ def test_an_input_that_requires_grad_on_one_rank_only(optimize, cross):
     out = layer((x, states, None, None) if cross else (x, None))[0]
     out.sum().backward()
     assert (asked.grad is not None) == (group.rank() == 1)
-
-
-@on_ranks(2, 3)
-def test_layer_norm_of_split_channels():
-    split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(7)
-    whole = nn.LayerNorm(7)
-    x, gradient = torch.randn(2, 3, 7, requires_grad=True), torch.randn(2, 3, 7)
-    with torch.no_grad():
-        whole.weight.normal_()
-        whole.bias.normal_()
-    split = smp.nn.DistributedLayerNorm(7)
-    shares = group.shares(7)
-    first = sum(shares[: group.rank()])
-    mine = slice(first, first + shares[group.rank()])
-    with torch.no_grad():
-        split.weight.copy_(whole.weight[mine])
-        split.bias.copy_(whole.bias[mine])
-    own = x.detach()[..., mine].requires_grad_(True)
-    out = split(own)
-    want = whole(x)
-    assert_near(out, want[..., mine], "output")
-    out.backward(gradient[..., mine])
-    want.backward(gradient)
-    assert_near(own.grad, x.grad[..., mine], "gradient")
-    assert_near(split.weight.grad, whole.weight.grad[mine], "gradient of weight")
 
 
 @on_ranks(2)

@@ -66,24 +66,19 @@ def test_there_are_whole_scripts():
     }
 
 
-@pytest.mark.parametrize("script", whole_scripts())
-def test_a_whole_script_runs_on_two_ranks(script, tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(script)
-
-    done = mpirun(2, path)
+@pytest.mark.parametrize("text", whole_scripts())
+def test_a_whole_script_runs_on_two_ranks(text, script):
+    done = mpirun(2, script(text))
 
     assert done.returncode == 0, done.stderr
     assert done.stdout and not done.stderr
 
 
-def test_the_first_script_prints_the_same_losses_on_any_number_of_ranks(tmp_path):
-    [script] = [b for b in python_blocks("docs/quickstart.md") if b.startswith("import torch")]
-    path = tmp_path / "train.py"
-    path.write_text(script)
-
+def test_the_first_script_prints_the_same_losses_on_any_number_of_ranks(script):
+    [text] = [b for b in python_blocks("docs/quickstart.md") if b.startswith("import torch")]
     one, two = (
-        re.findall(r"^\d+ [\d.]+$", mpirun(ranks, path).stdout, re.M) for ranks in (1, 2)
+        re.findall(r"^\d+ [\d.]+$", mpirun(ranks, script(text)).stdout, re.M)
+        for ranks in (1, 2)
     )
 
     assert len(one) == 4 and one == two
@@ -347,7 +342,7 @@ def test_the_blocks_of_the_page_on_tensor_parallelism_run(tmp_path, monkeypatch)
     run_in_order("docs/tensor_parallelism.md", but="SplitGate")
 
 
-def test_the_blocks_that_use_the_collectives_alone_run_in_a_job(tmp_path):
+def test_the_blocks_that_use_the_collectives_alone_run_in_a_job(script):
     blocks = [b for page in DOCUMENTS for b in python_blocks(page) if IN_JOBS in b]
     check = """
 x = torch.ones(3)
@@ -355,10 +350,7 @@ torch.distributed.all_reduce(x)
 assert x.tolist() == [2.0] * 3
 torch.distributed.destroy_process_group()
 """
-    path = tmp_path / "train.py"
-    path.write_text("".join(block + "import torch\n" + check for block in blocks))
-
-    done = mpirun(2, path)
+    done = mpirun(2, script("".join(block + "import torch\n" + check for block in blocks)))
 
     assert len(blocks) == 2 and done.returncode == 0 and not done.stderr, done.stderr
 
@@ -458,9 +450,7 @@ def test_the_distributed_module_that_is_written_from_the_primitives_equals_the_p
 
     job = WholeJob(net, lambda model, x: model(x).square().mean(), batch)
     assert type(net[1]) is names["SplitGate"] and net[1].first.weight.shape == (10, 5)
-    for step in range(3):
-        job.step(step, max_norm=0.05)
-    job.check_parameters()
+    job.run(3, max_norm=0.05)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -16,6 +16,7 @@ from smp.execution import first_step
 from smp.pytorch import pickling, staging
 from smp.runtime import failures, runtime
 from smp.tensor_parallel.backward.step_end import PeerFailed
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 MIB = 1 << 20
@@ -62,9 +63,7 @@ def make(**config: Any) -> smp.DistributedModel:
     """A layer on each of two ranks."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **config})
     net = nn.Sequential(Layer(), Layer())
-    for rank, layer in enumerate(net):
-        smp.set_partition(layer, rank)
-    return smp.DistributedModel(net)
+    return distributed(net, range(len(net)))
 
 
 @smp.step

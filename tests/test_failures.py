@@ -22,6 +22,8 @@ from torch import nn
 
 import smp
 from smp import _core
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits, gradients
 from tests.reference.cut_loop import cut_loop
@@ -71,15 +73,9 @@ class Part(nn.Linear):
         return RaiseInBackward.apply(y) if self.trouble == "backward" else y
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = Part(8, 8)
-        self.b = Part(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        return self.norm(self.b(self.a(x)))
+@module_of(lambda: {"a": Part(8, 8), "b": Part(8, 8), "norm": nn.BatchNorm1d(8)})
+def Net(self, x):
+    return self.norm(self.b(self.a(x)))
 
 
 RANK_OF = {"": 0, "a": 0, "b": 1, "norm": 1}
@@ -510,17 +506,12 @@ def test_an_exception_that_pickle_cannot_carry_is_still_of_its_class(case):
         assert (type(error) is kind) == is_itself
 
 
-class Three(nn.Module):
+@module_of(lambda: {"parts": nn.ModuleList(nn.Linear(8, 8) for _ in range(3))})
+def Three(self, x):
     """Layers, each on a rank of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        for part in self.parts:
-            x = part(x)
-        return x
+    for part in self.parts:
+        x = part(x)
+    return x
 
 
 class FailsAtFirst:
@@ -755,18 +746,6 @@ def test_a_parameter_of_another_rank_touched_names_owner_and_path():
 
 
 @on_ranks(2)
-def test_a_step_inside_a_step_says_so():
-    _, model = make()
-    inner = smp.step(train)
-
-    def outer(model, x):
-        inner(model, x)
-
-    with pytest.raises(RuntimeError, match="inside another"):
-        smp.step(outer)(model, torch.randn(6, 8))
-
-
-@on_ranks(2)
 @pytest.mark.parametrize(
     "turns", [[(0, "forward")], [(0, "backward")] * 6, [(7, "forward")], ["what"]]
 )
@@ -797,29 +776,24 @@ class Slotted:
         self.items, self.weight = [1], weight
 
 
-class Changes(nn.Module):
+@module_of()
+def Changes(self, x, argument, how):
     """Changes its second argument in place, or only its tensor, or nothing."""
-
-    def forward(self, x, argument, how):
-        if how == "object":
-            argument.items.append(2)
-        elif how == "deque":
-            argument.append(2)
-        elif how == "tensor":
-            argument.weight += 1
-        return x + 1, argument
+    if how == "object":
+        argument.items.append(2)
+    elif how == "deque":
+        argument.append(2)
+    elif how == "tensor":
+        argument.weight += 1
+    return x + 1, argument
 
 
-class Hands(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.far = Changes()
-
-    def forward(self, x, how):
-        argument = deque([1]) if how == "deque" else Slotted(torch.zeros(2))
-        y, back = self.far(x, argument, how)
-        assert back is argument  # the caller's own, as in one process
-        return y, [] if how == "deque" else argument.weight
+@module_of(lambda: {"far": Changes()})
+def Hands(self, x, how):
+    argument = deque([1]) if how == "deque" else Slotted(torch.zeros(2))
+    y, back = self.far(x, argument, how)
+    assert back is argument  # the caller's own, as in one process
+    return y, [] if how == "deque" else argument.weight
 
 
 @on_ranks(2)
@@ -838,31 +812,20 @@ def test_a_change_that_cannot_travel_back_says_so():
         assert torch.equal(got[1].outputs[0], torch.ones(2))
 
 
-class Remembers(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(4, 4), "state": None})
+def Remembers(self, x):
     """Keeps a tensor with grad from one call to the next."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.state = None
-
-    def forward(self, x):
-        if self.state is None:
-            self.state = self.linear(x)
-            return None
-        y, self.state = self.state * x, None
-        return y
+    if self.state is None:
+        self.state = self.linear(x)
+        return None
+    y, self.state = self.state * x, None
+    return y
 
 
-class CallsTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.far = Remembers()
-
-    def forward(self, x):
-        self.far(self.first(x))
-        return self.far(x)
+@module_of(lambda: {"first": nn.Linear(4, 4), "far": Remembers()})
+def CallsTwice(self, x):
+    self.far(self.first(x))
+    return self.far(x)
 
 
 @on_ranks(2)
@@ -935,8 +898,7 @@ def test_a_backward_into_a_graph_of_an_earlier_session_says_so(how):
 def test_a_pin_out_of_range_has_not_failed_in_the_step_function():
     smp.init({"pipeline_parallel_degree": 2})
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    smp.set_partition(net[1], 7)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"1": 7})
 
     with pytest.raises(smp.PartitionError, match="'1' is pinned to partition 7") as error:
         smp.step(lambda model, x: model(x))(model, torch.zeros(1, 2))
@@ -958,33 +920,29 @@ def test_a_name_that_a_model_lacks_is_said_of_the_model_and_of_the_module():
         _ = model.no_such_name
 
 
-class Fallback(nn.Module):
+@module_of(
+    lambda: {
+        "first": Part(8, 8),
+        "second": nn.Linear(8, 8),
+        "norm": nn.BatchNorm1d(8),
+        "caught": [],
+    }
+)
+def Fallback(self, x):
     """Tries one child, and then another."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.norm = Part(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8)
-        self.caught = []
-
-    def forward(self, x):
-        x = self.norm(x)
-        try:
-            y = self.first(x)
-        except Trouble as trouble:
-            self.caught.append(trouble)
-            y = self.second(x)
-        return y
+    x = self.norm(x)
+    try:
+        y = self.first(x)
+    except Trouble as trouble:
+        self.caught.append(trouble)
+        y = self.second(x)
+    return y
 
 
-class Wrapping(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(8, 8), "part": Part(8, 8)})
+def Wrapping(self, x):
     """Passes on what its child raises."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.part = nn.Linear(8, 8), Part(8, 8)
-
-    def forward(self, x):
-        return self.part(self.linear(x))
+    return self.part(self.linear(x))
 
 
 class Tries(nn.Module):

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
+from tests.reference.whole_job import in_float64
 
 WIDTH = 4
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.query(x))
+@module_of(lambda: {"query": nn.Linear(WIDTH, WIDTH)})
+def Sparse(self, x: Tensor) -> Tensor:
+    return torch.relu(self.query(x))
 
 
 class Full(Sparse):
@@ -131,8 +130,7 @@ def forward(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def make(kind: type[Layer], of: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
+    in_float64(1)
     return of(kind(), kind())
 
 
@@ -202,8 +200,7 @@ class Late(Parameter):
 def test_a_parameter_that_a_later_step_makes_is_refused():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = make(Late)
-    smp.set_partition(net[1], 1)
-    model, step, x = smp.DistributedModel(net), smp.step(forward), torch.ones(4, WIDTH)
+    model, step, x = distributed(net, {"1": 1}), smp.step(forward), torch.ones(4, WIDTH)
     step(model, x)
     for layer in net:
         layer.is_late = True

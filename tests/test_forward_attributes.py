@@ -13,6 +13,8 @@ import smp
 from smp.modules import microbatch_attributes, remote_modules, stand_ins
 from smp.pytorch import contents
 from smp.runtime import forward_attributes
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 
@@ -34,20 +36,15 @@ class Child(nn.Module):
         return self.linear(x) * self.scale
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.near, self.child = nn.Linear(3, 3), Child()
-        self.reads, self.sets = "", None
-
-    def forward(self, x):
-        if self.sets is not None:
-            self.child.aux = self.sets
-        y = self.child(self.near(x))
-        y = y + (self.child.kept == "as it was")
-        if self.reads:
-            y = y + torch.as_tensor(getattr(self.child, self.reads))
-        return y
+@module_of(lambda: {"near": nn.Linear(3, 3), "child": Child(), "reads": "", "sets": None})
+def Net(self, x):
+    if self.sets is not None:
+        self.child.aux = self.sets
+    y = self.child(self.near(x))
+    y = y + (self.child.kept == "as it was")
+    if self.reads:
+        y = y + torch.as_tensor(getattr(self.child, self.reads))
+    return y
 
 
 @smp.step
@@ -172,22 +169,16 @@ class Rerun(torch.autograd.Function):
         return grad, None
 
 
-class Reversible(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Scaled() for _ in range(3))
-
-    def forward(self, x):
-        return Rerun.apply(x, self.layers)
+@module_of(lambda: {"layers": nn.ModuleList(Scaled() for _ in range(3))})
+def Reversible(self, x):
+    return Rerun.apply(x, self.layers)
 
 
-class WithReversible(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(16, 16), Reversible(), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.last(self.middle(self.first(x)))
+@module_of(
+    lambda: {"first": nn.Linear(16, 16), "middle": Reversible(), "last": nn.Linear(16, 16)}
+)
+def WithReversible(self, x):
+    return self.last(self.middle(self.first(x)))
 
 
 @smp.step
@@ -230,25 +221,18 @@ def square_of(plain, x):
 def test_layers_that_an_autograd_function_runs_again_and_are_pinned_apart_are_an_error():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = WithReversible()
-    smp.set_partition(net, 0)
-    smp.set_partition(net.middle.layers[1], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "middle.layers.1": 1})
     told = r"'middle.layers.1.scale' changes when its module runs, on pp_rank 1"
     with pytest.raises(RuntimeError, match=told):
         square(model, torch.randn(4, 16))
 
 
-class Noted(nn.Module):
+@module_of(lambda: {"weight": nn.Parameter(torch.ones(())), "notes": True, "factor": 0.0})
+def Noted(self, x):
     """Multiplies by what it has noted, or was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.notes, self.factor = nn.Parameter(torch.ones(())), True, 0.0
-
-    def forward(self, x):
-        if self.notes and not torch.is_grad_enabled():
-            self.factor = x.detach().mean()
-        return self.weight * self.factor * x
+    if self.notes and not torch.is_grad_enabled():
+        self.factor = x.detach().mean()
+    return self.weight * self.factor * x
 
 
 class Again(torch.autograd.Function):
@@ -269,13 +253,9 @@ class Again(torch.autograd.Function):
         return x.grad, None
 
 
-class CallsAgain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.noted = nn.Linear(3, 3), Noted()
-
-    def forward(self, x):
-        return Again.apply(self.first(x), self.noted)
+@module_of(lambda: {"first": nn.Linear(3, 3), "noted": Noted()})
+def CallsAgain(self, x):
+    return Again.apply(self.first(x), self.noted)
 
 
 @on_ranks(2)
@@ -285,9 +265,7 @@ def test_what_a_step_has_noted_for_its_backward_is_its_own(owner):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = CallsAgain().double()
     plain = copy.deepcopy(net)
-    smp.set_partition(net, owner)
-    smp.set_partition(net.first, 1 - owner)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": owner, "first": 1 - owner})
     x = torch.arange(12, dtype=torch.float64).view(4, 3)
 
     for notes in (True, False):
@@ -340,9 +318,7 @@ def test_an_attribute_that_only_backwards_set_is_the_modules(reads):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
     net = CountsPasses(reads).double()
     plain = copy.deepcopy(net)
-    smp.set_partition(net, 0)
-    smp.set_partition(net.second, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "second": 1})
     x = torch.arange(24, dtype=torch.float64).view(8, 3)
     if reads:
         with pytest.raises(RuntimeError, match="'passes' on pp_rank 0 is set in microbatch"):
@@ -368,39 +344,38 @@ class Counts:
         self.inner = [{"calls": 0}]
 
 
-class Collects(nn.Module):
+@module_of(
+    lambda: {
+        "linear": nn.Linear(3, 3),
+        "losses": [],
+        "stats": {},
+        "seen": set(),
+        "nested": {"aux": ([], "more")},
+        "cache": torch.zeros(3),
+        "counts": Counts(),
+        "deep": [Counts()],
+        "table": np.zeros((4, 3)),
+        "names": np.array([None, None]),
+    }
+)
+def Collects(self, x):
     """Puts what it sees in containers, without setting an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.losses, self.stats, self.seen = [], {}, set()
-        self.nested = {"aux": ([], "more")}
-        self.cache = torch.zeros(3)
-        self.counts, self.deep = Counts(), [Counts()]
-        self.table, self.names = np.zeros((4, 3)), np.array([None, None])
-
-    def forward(self, x):
-        self.losses.append(x.mean())
-        self.stats["mean"] = x.mean()
-        self.seen.add(x.size(0))
-        self.nested["aux"][0].append(x.mean())
-        self.cache[:] = x.detach().mean(0)
-        self.counts.of += 1
-        self.deep[0].inner[0]["calls"] += 1
-        self.table[1:, ::2] += 1
-        self.names[1] = f"{x.size(0)} of them"
-        return self.linear(x)
+    self.losses.append(x.mean())
+    self.stats["mean"] = x.mean()
+    self.seen.add(x.size(0))
+    self.nested["aux"][0].append(x.mean())
+    self.cache[:] = x.detach().mean(0)
+    self.counts.of += 1
+    self.deep[0].inner[0]["calls"] += 1
+    self.table[1:, ::2] += 1
+    self.names[1] = f"{x.size(0)} of them"
+    return self.linear(x)
 
 
-class Collecting(nn.Module):
-    def __init__(self, use):
-        super().__init__()
-        self.near, self.child, self.use = nn.Linear(3, 3), Collects(), use
-
-    def forward(self, x):
-        y = self.child(self.near(x))
-        return y if self.use is None else y + self.use(self.child)
+@module_of(lambda use: {"near": nn.Linear(3, 3), "child": Collects(), "use": use})
+def Collecting(self, x):
+    y = self.child(self.near(x))
+    return y if self.use is None else y + self.use(self.child)
 
 
 USES = {
@@ -420,9 +395,7 @@ FLAT = ["losses", "stats", "seen"]
 def collecting(use, owner: int, made: type = Collecting) -> smp.DistributedModel:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = made(use)
-    smp.set_partition(net, 0)
-    smp.set_partition(net.child, owner)
-    return smp.DistributedModel(net)
+    return distributed(net, {"": 0, "child": owner})
 
 
 @on_ranks(2)
@@ -525,9 +498,7 @@ def test_what_no_forward_changes_is_read_anywhere():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Collecting(lambda child: sum(use(child) for use in (USES[n] for n in QUIET)))
     net.child = Still()
-    smp.set_partition(net, 0)
-    smp.set_partition(net.child, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "child": 1})
     for _ in range(2):
         step(model, torch.ones(4, 3))
 
@@ -600,32 +571,22 @@ def test_what_can_change(value, can):
     assert contents.can_change(value) == can
 
 
-class OnlyReads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.options = nn.Linear(3, 3), {"scale": 1.0}
-
-    def forward(self, x):
-        return self.linear(x) * self.options["scale"]
+@module_of(lambda: {"linear": nn.Linear(3, 3), "options": {"scale": 1.0}})
+def OnlyReads(self, x):
+    return self.linear(x) * self.options["scale"]
 
 
-class Alters(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.child = OnlyReads()
-
-    def forward(self, x):
-        self.child.options["scale"] += 1.0
-        return self.child(x)
+@module_of(lambda: {"child": OnlyReads()})
+def Alters(self, x):
+    self.child.options["scale"] += 1.0
+    return self.child(x)
 
 
 @on_ranks(2)
 def test_also_one_that_the_child_only_reads():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Alters()
-    smp.set_partition(net, 0)
-    smp.set_partition(net.child, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "child": 1})
     with pytest.raises(RuntimeError, match=r"'child.options' changes when .* was read here"):
         step(model, torch.ones(4, 3))
 
@@ -649,9 +610,7 @@ class Gathers(nn.Module):
 def test_a_list_that_modules_on_several_ranks_share_is_named():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Gathers()
-    smp.set_partition(net, 0)
-    smp.set_partition(net.layers[1], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "layers.1": 1})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         step(model, torch.ones(4, 3))

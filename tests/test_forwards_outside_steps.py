@@ -10,22 +10,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import smp
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, assert_same_bits, gradients
-from tests.test_data_parallel import WIDTH, averaged, batch_of, local_gradients, plain_model
+from tests.test_data_parallel import (
+    WIDTH,
+    averaged,
+    batch_of,
+    local_gradients,
+    of_replicas,
+    plain_model,
+)
 
 
-class Counted(nn.Module):
+@module_of(lambda: {"inner": plain_model(), "mean": nn.Buffer(torch.zeros(WIDTH))})
+def Counted(self, x: Tensor) -> Tensor:
     """A buffer that each forward changes, and that no backward needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = plain_model()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean.mul_(0.5).add_(x.mean(0))
-        return self.inner(x)
+    self.mean.mul_(0.5).add_(x.mean(0))
+    return self.inner(x)
 
 
 @on_ranks(2)
@@ -57,10 +59,8 @@ def test_a_forward_without_gradients_between_forward_and_backward_exchanges_noth
             with torch.no_grad():
                 model(batch_of(5))
         loss.backward()
-        replicas = [plain_model(), plain_model()]
-        for rank, replica in enumerate(replicas):
-            replica(batch_of(rank, number)).square().mean().backward()
-        assert_same_bits(local_gradients(model), averaged(replicas))
+        want = of_replicas(plain_model, number)
+        assert_same_bits(local_gradients(model), want)
 
 
 @pytest.mark.parametrize("is_reentrant", [True, False])
@@ -79,16 +79,11 @@ def test_a_checkpoint_around_the_whole_model(is_reentrant):
         assert_same_bits(local_gradients(model), averaged(replicas))
 
 
-class Nested(nn.Module):
+@module_of(lambda: {"inner": plain_model()})
+def Nested(self, x: Tensor) -> dict:
     """Outputs in containers, some without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = plain_model()
-
-    def forward(self, x: Tensor) -> dict:
-        out = self.inner(x)
-        return {"all": [(out, out.detach())], "number": 3, "least": out.min(), "none": None}
+    out = self.inner(x)
+    return {"all": [(out, out.detach())], "number": 3, "least": out.min(), "none": None}
 
 
 @pytest.mark.parametrize("used", [["least"], ["all"], ["all", "least"]])
@@ -118,7 +113,5 @@ def test_a_forward_without_a_backward_is_made_up_for_by_the_next():
     lost = model(batch_of(smp.rank()))
     del lost
     model(batch_of(smp.rank(), 1)).square().mean().backward()
-    replicas = [plain_model(), plain_model()]
-    for rank, replica in enumerate(replicas):
-        replica(batch_of(rank, 1)).square().mean().backward()
-    assert_same_bits(local_gradients(model), averaged(replicas))
+    want = of_replicas(plain_model, 1)
+    assert_same_bits(local_gradients(model), want)

@@ -18,6 +18,8 @@ import smp
 from smp.execution import first_step
 from smp.partitioning.tracing import trace
 from smp.partitioning.turns import turns_of
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 from tests.reference.cut_loop import cut_loop
@@ -29,17 +31,11 @@ def begin(**config):
     smp.init({"pipeline_parallel_degree": 2, **config})
 
 
-class Norm(nn.Module):
+@module_of(lambda: {"seen": nn.Buffer(torch.zeros(0)), "scale": nn.Parameter(torch.ones(()))})
+def Norm(self, x):
     """A module that changes its buffer, behind a branch or a hook."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(0))
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        self.seen = torch.cat([self.seen, x.detach()[:1, 0]])
-        return x * self.scale
+    self.seen = torch.cat([self.seen, x.detach()[:1, 0]])
+    return x * self.scale
 
 
 class Gated(nn.Module):
@@ -69,10 +65,7 @@ def test_buffers_change_in_the_order_of_microbatches(how, owner):
     """Forward requests of a module with buffers run in microbatch order."""
     begin(microbatches=4, active_microbatches=4)
     gated = Gated(how)
-    smp.set_partition(gated, 0)
-    smp.set_partition(gated.far, 1)
-    smp.set_partition(gated.norm, owner)
-    model = smp.DistributedModel(gated)
+    model = distributed(gated, {"": 0, "far": 1, "norm": owner})
 
     @smp.step
     def step(model, x):
@@ -97,21 +90,15 @@ class Tells(Norm):
         return super().forward(x) if self.training else x * 0 + len(self.seen)
 
 
-class Switching(nn.Module):
+@module_of(lambda: {"far": nn.Linear(WIDTH, WIDTH), "norm": Tells()})
+def Switching(self, x):
     """Evaluates ``norm`` before it trains it; all but number 2 take a way round before."""
-
-    def __init__(self):
-        super().__init__()
-        self.far = nn.Linear(WIDTH, WIDTH)
-        self.norm = Tells()
-
-    def forward(self, x):
-        if x[0, 0] != 2:
-            x = x + 0 * self.far(x)
-        self.norm.eval()
-        trained = self.norm(x)
-        self.norm.train()
-        return trained + 0 * self.norm(x)
+    if x[0, 0] != 2:
+        x = x + 0 * self.far(x)
+    self.norm.eval()
+    trained = self.norm(x)
+    self.norm.train()
+    return trained + 0 * self.norm(x)
 
 
 @on_ranks(2)
@@ -119,10 +106,7 @@ class Switching(nn.Module):
 def test_a_module_that_a_step_evaluates_and_trains_is_passed_in_order_in_both(owner):
     begin(microbatches=4, active_microbatches=4)
     net = Switching()
-    smp.set_partition(net, 0)
-    smp.set_partition(net.far, 1)
-    smp.set_partition(net.norm, owner)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "far": 1, "norm": owner})
 
     @smp.step
     def step(model, x):
@@ -135,48 +119,37 @@ def test_a_module_that_a_step_evaluates_and_trains_is_passed_in_order_in_both(ow
         assert [y[0, 0].item() for y in out.outputs] == [4 * number + n for n in range(4)]
 
 
-class Counted(nn.Module):
+@module_of(
+    lambda there: {
+        "there": there,
+        "seen": nn.Buffer(torch.zeros(0)),
+        "scale": nn.Parameter(torch.ones(())),
+    }
+)
+def Counted(self, x):
     """Tells ``Held`` that microbatch 1 has come here."""
-
-    def __init__(self, there):
-        super().__init__()
-        self.there = there
-        self.register_buffer("seen", torch.zeros(0))
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        self.seen = torch.cat([self.seen, x.detach()[:1, 0]])
-        if x[0, 0] == 1 and self.there.exists():
-            os.close(os.open(self.there, os.O_WRONLY))  # waits for who reads
-            self.there.unlink()
-        return x * self.scale
+    self.seen = torch.cat([self.seen, x.detach()[:1, 0]])
+    if x[0, 0] == 1 and self.there.exists():
+        os.close(os.open(self.there, os.O_WRONLY))  # waits for who reads
+        self.there.unlink()
+    return x * self.scale
 
 
-class Held(nn.Module):
+@module_of(lambda there: {"there": there, "scale": nn.Parameter(torch.ones(()))})
+def Held(self, x):
     """Holds microbatch 0 until it is told."""
-
-    def __init__(self, there):
-        super().__init__()
-        self.there = there
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        if x[0, 0] == 0 and self.there.exists():
-            reads = os.open(self.there, os.O_RDONLY | os.O_NONBLOCK)
-            told = select.poll()
-            told.register(reads)
-            assert told.poll(60_000), "microbatch 1 waits for microbatch 0's forward"
-            os.close(reads)
-        return x * self.scale
+    if x[0, 0] == 0 and self.there.exists():
+        reads = os.open(self.there, os.O_RDONLY | os.O_NONBLOCK)
+        told = select.poll()
+        told.register(reads)
+        assert told.poll(60_000), "microbatch 1 waits for microbatch 0's forward"
+        os.close(reads)
+    return x * self.scale
 
 
-class Around(nn.Module):
-    def __init__(self, there):
-        super().__init__()
-        self.norm = Counted(there)
-
-    def forward(self, x):
-        return self.norm(x).square()  # keeps what it squares
+@module_of(lambda there: {"norm": Counted(there)})
+def Around(self, x):
+    return self.norm(x).square()  # keeps what it squares
 
 
 @on_ranks(3)
@@ -232,19 +205,13 @@ def test_a_microbatch_that_leaves_a_gate_out_holds_up_nobody_behind_it(pipeline)
         assert came == (3 - len(left_out) if smp.pp_rank() == 1 else 0)
 
 
-class Overtaken(nn.Module):
+@module_of(lambda: {"far": nn.Linear(WIDTH, WIDTH), "norm": Norm()})
+def Overtaken(self, x, number):
     """The way to the gate is longer for microbatch 0, and behind it numbers are drawn."""
-
-    def __init__(self):
-        super().__init__()
-        self.far = nn.Linear(WIDTH, WIDTH)
-        self.norm = Norm()
-
-    def forward(self, x, number):
-        y = x
-        for _ in range(3 if number == 0 else 1):
-            y = self.far(y)
-        return self.norm(y) * torch.rand(()) + torch.rand(WIDTH)
+    y = x
+    for _ in range(3 if number == 0 else 1):
+        y = self.far(y)
+    return self.norm(y) * torch.rand(()) + torch.rand(WIDTH)
 
 
 @on_ranks(2)

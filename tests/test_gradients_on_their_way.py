@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import smp
 from smp.data_parallel import reduction
 from smp.runtime import runtime
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, assert_same_bits
-from tests.test_data_parallel import averaged, batch_of, local_gradients, mean_loss
+from tests.test_data_parallel import averaged, batch_of, local_gradients, mean_loss, of_replicas
 
 WIDTH = 6
 OPTIONS = [
@@ -271,15 +272,10 @@ def test_gradients_that_were_there_before_stay_the_same_tensors():
 # ----------------------------------------------------------- backward that is still running
 
 
-class Positions(nn.Module):
+@module_of(lambda: {"weight": nn.Parameter(torch.randn(WIDTH))})
+def Positions(self, x: Tensor) -> Tensor:
     """With one sample, its gradient is a view of that of the layer before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[None]
+    return x + self.weight[None]
 
 
 def model_with_positions() -> nn.Module:
@@ -297,10 +293,8 @@ def test_results_do_not_go_where_backward_still_reads(monkeypatch):
     for number in range(3):
         model.zero_grad()
         step(model, batch_of(smp.dp_rank(), number, rows=1))
-        replicas = [model_with_positions(), model_with_positions()]
-        for rank, replica in enumerate(replicas):
-            replica(batch_of(rank, number, rows=1)).square().mean().backward()
-        assert_same_bits(local_gradients(model), averaged(replicas))
+        want = of_replicas(model_with_positions, number, rows=1)
+        assert_same_bits(local_gradients(model), want)
 
 
 def send_and_take_in(exchange: reduction.Reduction, place: int, zeros: bool) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import smp
 from smp.modules import device_placement
 from tests.devices import DEVICES, use
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 
 WIDTH = 16
@@ -21,16 +22,17 @@ on_the_pretended = pytest.mark.parametrize("device", DEVICES[1:2])
 traced_on: list[str] = []
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.full((WIDTH,), 1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if smp.is_tracing():
-            traced_on.append(x.device.type)  # the run leaves no mark on the module
-        return self.second(torch.tanh(self.first(x)) * self.scale)
+@module_of(
+    lambda: {
+        "first": nn.Linear(WIDTH, WIDTH),
+        "second": nn.Linear(WIDTH, WIDTH),
+        "scale": nn.Buffer(torch.full((WIDTH,), 1.5)),
+    }
+)
+def Net(self, x: torch.Tensor) -> torch.Tensor:
+    if smp.is_tracing():
+        traced_on.append(x.device.type)  # the run leaves no mark on the module
+    return self.second(torch.tanh(self.first(x)) * self.scale)
 
 
 def begin(device: str, degree: int = 2, **config) -> torch.device:

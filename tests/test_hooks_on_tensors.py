@@ -10,7 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import smp
 from smp.partitioning.tracing import trace
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
+from tests.reference.whole_job import in_float64
 
 log: list[str] = []
 
@@ -101,10 +103,10 @@ def test_our_own_hooks_do_not_count(owner):
     hook = note("of a library", 1.0)
     hook.__module__ = owner
 
-    class Inner(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            x.register_hook(hook)
-            return x * 2
+    @module_of()
+    def Inner(self, x: Tensor) -> Tensor:
+        x.register_hook(hook)
+        return x * 2
 
     net = nn.Sequential(nn.Linear(6, 6), Inner())
     hooking = trace(net, lambda: net(torch.randn(2, 6))).modules[""].hooking
@@ -116,8 +118,7 @@ def test_our_own_hooks_do_not_count(owner):
 @pytest.mark.parametrize("kind", [Net, Deep])
 @on_ranks(2)
 def test_hooks_see_whole_gradients_in_the_order_of_their_registration(kind, what):
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
+    in_float64(0)
     plain = kind(*what)
     net = copy.deepcopy(plain)
     x = torch.randn(4, 6)

@@ -378,25 +378,23 @@ def replicas_of_one_host(tmp_path_factory) -> list[list]:
 
 @pytest.mark.parametrize("transports", ["shm,tcp", "shm,ucx", "shm,mpi", "mpi"])
 def test_collectives_across_hosts_have_the_bits_of_one_host(
-    agent, tmp_path, collectives_of_one_host, transports
+    agent, script, collectives_of_one_host, transports
 ):
     """smddp on 2 hosts of 2 ranks: all operations, sub-groups and DDP."""
-    script = tmp_path / "script.py"
-    script.write_text(COLLECTIVES_SCRIPT)
     over = transports.rpartition(",")[2]
 
-    on_two = mpirun_on_hosts(agent, 2, script, env={"SMP_COMM_TRANSPORTS": transports})
+    on_two = mpirun_on_hosts(
+        agent, 2, script(COLLECTIVES_SCRIPT), env={"SMP_COMM_TRANSPORTS": transports}
+    )
 
     [digest] = set(collectives_of_one_host)
     assert on_two.splitlines() == [f"{digest} {over}"] * 4
 
 
 def test_torchrun_on_two_hosts_that_have_one_secret_file(
-    agent, tmp_path, collectives_of_one_host
+    agent, tmp_path, script, collectives_of_one_host
 ):
     """Without the file, the warning of the store would end the script."""
-    script = tmp_path / "script.py"
-    script.write_text(COLLECTIVES_SCRIPT)
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text("of the whole group")
@@ -405,7 +403,9 @@ def test_torchrun_on_two_hosts_that_have_one_secret_file(
         f"--master-addr=10.77.0.1 --master-port={PORT}"
     )
 
-    with started_without_mpi(agent, script, {"SMP_SECRET_FILE": str(secret)}, torchrun) as two:
+    with started_without_mpi(
+        agent, script(COLLECTIVES_SCRIPT), {"SMP_SECRET_FILE": str(secret)}, torchrun
+    ) as two:
         said = [host.communicate(timeout=150) for host in two]
 
     [digest] = set(collectives_of_one_host)
@@ -466,12 +466,12 @@ def started_without_mpi(
 
 @pytest.mark.parametrize("transport", ["tcp", "ucx"])
 @pytest.mark.parametrize("kind", endless.SCRIPTS)
-def test_a_host_that_falls_silent_is_named(agent, tmp_path, kind, transport):
+def test_a_host_that_falls_silent_is_named(agent, script, kind, transport):
     """Its cable is pulled while all work: no connection is closed, nothing comes."""
-    script = tmp_path / "script.py"
-    script.write_text(endless.SCRIPTS[kind])
     switch = (agent.parent / "switch").read_text()
-    with started_without_mpi(agent, script, {"SMP_COMM_TRANSPORTS": transport}) as ranks:
+    with started_without_mpi(
+        agent, script(endless.SCRIPTS[kind]), {"SMP_COMM_TRANSPORTS": transport}
+    ) as ranks:
         for rank in ranks:
             assert rank.stdout is not None
             line = rank.stdout.readline()
@@ -496,17 +496,15 @@ def read_until(pipe: int, pattern: str, deadline: float) -> None:
 
 
 @pytest.mark.parametrize("kind", endless.SCRIPTS)
-def test_a_host_that_falls_silent_is_named_over_mpi(agent, tmp_path, kind):
+def test_a_host_that_falls_silent_is_named_over_mpi(agent, tmp_path, script, kind):
     """Each rank has a pipe of its own: what it prints reaches mpirun no more."""
-    script = tmp_path / "script.py"
-    script.write_text(endless.SCRIPTS[kind])
     switch = (agent.parent / "switch").read_text()
     pipes = []
     for rank in range(HOSTS):
         os.mkfifo(tmp_path / f"rank{rank}")
         pipes.append(os.open(tmp_path / f"rank{rank}", os.O_RDWR))  # so that nobody waits
     into_its_pipe = f'exec "$0" "$@" > {tmp_path}/rank$OMPI_COMM_WORLD_RANK 2>&1'
-    command = ["sh", "-c", into_its_pipe, sys.executable, script]
+    command = ["sh", "-c", into_its_pipe, sys.executable, script(endless.SCRIPTS[kind])]
     process = start_on_hosts(agent, 1, *command, env={"SMP_COMM_TRANSPORTS": "mpi"})
     try:
         for pipe in pipes:
@@ -529,10 +527,8 @@ def test_a_host_that_falls_silent_is_named_over_mpi(agent, tmp_path, kind):
             os.close(pipe)
 
 
-def test_containers_that_share_memory_but_no_network_are_one_host(agent, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(ONE_HOST_SCRIPT)
-    with started_without_mpi(agent, script, {ONE_SHM: "1"}) as ranks:
+def test_containers_that_share_memory_but_no_network_are_one_host(agent, script):
+    with started_without_mpi(agent, script(ONE_HOST_SCRIPT), {ONE_SHM: "1"}) as ranks:
         said = [rank.communicate(timeout=120) for rank in ranks]
 
     for i, rank in enumerate(ranks):
@@ -540,22 +536,21 @@ def test_containers_that_share_memory_but_no_network_are_one_host(agent, tmp_pat
         assert said[i][0] == f"rank {i} over ['shm']\n"
 
 
-def test_mpirun_and_smddp_use_the_interface_that_the_environment_names(agent, tmp_path):
+def test_mpirun_and_smddp_use_the_interface_that_the_environment_names(agent, script):
     """Each host has a second address."""
     switch = (agent.parent / "switch").read_text()
     for i in range(1, HOSTS + 1):
         host = f"{switch.rpartition('-')[0]}-{i}"
         ip("-n", host, "addr", "add", f"10.88.0.{i}/24", "dev", "net")
     named = {"SMP_COMM_INTERFACE": "10.88.0.0/24", "SMP_COMM_TRANSPORTS": "tcp"}
-    script = tmp_path / "script.py"
-    script.write_text(
+    path = script(
         "import os, smdistributed.dataparallel.torch.torch_smddp\n"
         "print(os.environ['MASTER_ADDR'], os.environ['LOCAL_RANK'])"
     )
 
-    assert mpirun_on_hosts(agent, 1, script, env=named) == "10.88.0.1 0\n" * 2
+    assert mpirun_on_hosts(agent, 1, path, env=named) == "10.88.0.1 0\n" * 2
 
-    script.write_text(SOCKETS_SCRIPT)
-    with started_without_mpi(agent, script, named) as ranks:
+    path.write_text(SOCKETS_SCRIPT)
+    with started_without_mpi(agent, path, named) as ranks:
         said = [rank.communicate(timeout=60) for rank in ranks]
     assert [out for out, _ in said] == ["10.88.0.2\n", "10.88.0.1\n"], said

@@ -51,10 +51,8 @@ def test_a_launcher_that_does_not_say_how_many_ranks_it_has_started(tasks, size,
     assert bootstrap.mpi_size() == size
 
 
-def test_a_launcher_that_does_not_say_so_starts_as_many_ranks_as_mpi_sees(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(
-        """
+def test_a_launcher_that_does_not_say_so_starts_as_many_ranks_as_mpi_sees(script):
+    path = script("""
 import os
 import smp
 from smp.job import (bootstrap)
@@ -64,8 +62,7 @@ for name in bootstrap.MPI_SIZES:
 assert bootstrap.mpi_size() == 0
 smp.init()
 print("rank", smp.rank(), "of", smp.size(), flush=True)
-"""
-    )
+""")
     done = mpirun(2, path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
@@ -626,14 +623,6 @@ def test_torchrun_without_mpi(tmp_path, arguments):
         assert "smp: rank 1 of 2: not caught; ending all ranks" in done.stderr
 
 
-def test_an_mpi_launcher_without_mpi4py_is_named(monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setattr(bootstrap, "has_mpi4py", lambda: False)
-
-    with pytest.raises(RuntimeError, match="mpi4py is not installed: pip .*or .*torchrun"):
-        smp.init()
-
-
 SCRIPT = """
 import os, signal, sys, threading
 import torch.distributed as dist
@@ -669,18 +658,13 @@ FAILING = {
 
 
 @pytest.fixture
-def script(tmp_path):
-    def write(body: str) -> Path:
-        path = tmp_path / "script.py"
-        path.write_text(SCRIPT.format(body=body))
-        return path
-
-    return write
+def script_with(script):
+    return lambda body: script(SCRIPT.format(body=body))
 
 
 @pytest.mark.parametrize("body", FAILING.values(), ids=FAILING)
-def test_what_nobody_catches_is_shown_once_and_ends_all_ranks(script, body):
-    done = mpirun(2, script(BOTH_HAVE_STARTED + body))
+def test_what_nobody_catches_is_shown_once_and_ends_all_ranks(script_with, body):
+    done = mpirun(2, script_with(BOTH_HAVE_STARTED + body))
 
     assert done.returncode != 0
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
@@ -695,14 +679,14 @@ IN_ONE_LINE = {
     ),
     "Ctrl-C": (
         "if smp.rank() == 1: os.kill(os.getpid(), signal.SIGINT)\nthreading.Event().wait()",
-        r"interrupted at .*script.py:\d+",
+        r"interrupted at .*train.py:\d+",
     ),
 }
 
 
 @pytest.mark.parametrize(("body", "line"), IN_ONE_LINE.values(), ids=IN_ONE_LINE)
-def test_what_needs_no_traceback_is_said_in_one_line(script, body, line):
-    written = script(BOTH_HAVE_STARTED + body)
+def test_what_needs_no_traceback_is_said_in_one_line(script_with, body, line):
+    written = script_with(BOTH_HAVE_STARTED + body)
     if "smp.init" in body:
         written.write_text(f"import smp\n{body}\n")
 
@@ -715,9 +699,8 @@ def test_what_needs_no_traceback_is_said_in_one_line(script, body, line):
     assert len(re.findall("ConfigError|interrupted", done.stderr)) == 1, done.stderr
 
 
-def test_a_lone_rank_needs_no_traceback_for_its_configuration_either(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text("import smp\nsmp.init({'pipeline_parallel_degree': 2})\n")
+def test_a_lone_rank_needs_no_traceback_for_its_configuration_either(script):
+    path = script("import smp\nsmp.init({'pipeline_parallel_degree': 2})\n")
 
     done = subprocess.run(
         [sys.executable, path], env=rank_environment(), capture_output=True, text=True
@@ -729,12 +712,12 @@ def test_a_lone_rank_needs_no_traceback_for_its_configuration_either(tmp_path):
     assert "mpirun -np N python" in said and said.endswith(f"(at {path}:2)")
 
 
-def test_a_lone_rank_s_other_exceptions_are_python_s(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text("import smp\nsmp.init()\nint('x')\n")
-
+def test_a_lone_rank_s_other_exceptions_are_python_s(script):
     done = subprocess.run(
-        [sys.executable, path], env=rank_environment(), capture_output=True, text=True
+        [sys.executable, script("import smp\nsmp.init()\nint('x')\n")],
+        env=rank_environment(),
+        capture_output=True,
+        text=True,
     )
 
     assert done.returncode == 1
@@ -752,16 +735,16 @@ job_end.end_all_ranks = end
 """
 
 
-def test_what_differs_between_ranks_is_said_by_each(script):
+def test_what_differs_between_ranks_is_said_by_each(script_with):
     body = BOTH_HAVE_STARTED + END_WHEN_BOTH_HAVE_TOLD
-    done = mpirun(2, script(body + 'raise smp.ConfigError(f"of {smp.rank()}")'))
+    done = mpirun(2, script_with(body + 'raise smp.ConfigError(f"of {smp.rank()}")'))
 
     assert done.returncode != 0
     assert re.search("ConfigError: of 0", done.stderr), done.stderr
     assert re.search("ConfigError: of 1", done.stderr), done.stderr
 
 
-def test_a_thread_that_has_nothing_to_do_with_other_ranks_may_fail(script):
+def test_a_thread_that_has_nothing_to_do_with_other_ranks_may_fail(script_with):
     body = """
 thread = threading.Thread(target=lambda: int("x"))
 thread.start()
@@ -769,21 +752,21 @@ thread.join()
 dist.barrier()
 print("finished", flush=True)
 """
-    done = mpirun(2, script(body))
+    done = mpirun(2, script_with(body))
 
     assert done.returncode == 0
     assert done.stdout.count("finished") == 2
 
 
-def test_an_exit_code_ends_the_job(script):
+def test_an_exit_code_ends_the_job(script_with):
     ends = "dist.barrier() if smp.rank() == 0 else sys.exit(3)"
-    done = mpirun(2, script(BOTH_HAVE_STARTED + ends))
+    done = mpirun(2, script_with(BOTH_HAVE_STARTED + ends))
 
     assert done.returncode != 0
     assert no_process_of(done.stdout)
 
 
-def test_a_script_that_ends_leaves_the_other_ranks_alone(script):
+def test_a_script_that_ends_leaves_the_other_ranks_alone(script_with):
     """A rank may finish long before the others; they are not disturbed."""
     body = """
 if smp.rank() == 1:
@@ -794,7 +777,7 @@ except ConnectionError as error:
     assert "rank 1 is gone" in str(error)
 print("rank 0 is done", flush=True)
 """
-    done = mpirun(2, script(body))
+    done = mpirun(2, script_with(body))
 
     assert done.returncode == 0, done.stderr
     assert "rank 0 is done" in done.stdout
@@ -815,9 +798,9 @@ def started(process: subprocess.Popen) -> list[int]:
 @pytest.mark.parametrize("body", ["dist.barrier()", "threading.Event().wait()"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("to", ["mpirun", "rank 1"])
-def test_a_signal_ends_the_job(script, body, name, to):
+def test_a_signal_ends_the_job(script_with, body, name, to):
     body = f"{body} if smp.rank() == 0 else threading.Event().wait()"
-    with job(2, script(body)) as process:
+    with job(2, script_with(body)) as process:
         pids = started(process)
 
         os.kill(process.pid if to == "mpirun" else pids[1], signal.Signals[name])
@@ -835,15 +818,14 @@ def no_process_of(output: str) -> bool:
     return True
 
 
-def test_nothing_is_installed_at_a_prompt(tmp_path):
+def test_nothing_is_installed_at_a_prompt(script):
     """In an interactive session an exception is an answer, not an end."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    path = script(
         "import sys\nsys.ps1 = '>>> '\nhook = sys.excepthook\nimport smp\nsmp.init()\n"
         "assert sys.excepthook is hook\nprint('same hook')\n"
     )
 
-    done = mpirun(2, script)
+    done = mpirun(2, path)
 
     assert done.stdout.count("same hook") == 2, done.stderr
 
@@ -862,10 +844,9 @@ def test_errors_call_the_jobs_groups_by_their_names():
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_who_leaves_when_all_do_takes_nobody_for_dead(tmp_path, transport):
+def test_who_leaves_when_all_do_takes_nobody_for_dead(script, transport):
     """Else it would not wait at its end for those that still have something to do."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    path = script(
         "import smp\n"
         "from smp import _core\n"
         "for _ in range(10):\n"
@@ -875,6 +856,6 @@ def test_who_leaves_when_all_do_takes_nobody_for_dead(tmp_path, transport):
         "assert not _core.someone_died()\n"
     )
 
-    done = mpirun(3, script)
+    done = mpirun(3, path)
 
     assert done.returncode == 0, done.stderr

@@ -15,21 +15,22 @@ import torch
 from torch import nn
 
 import smp
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 
 
-class Net(nn.Module):
+@module_of(
+    lambda: {
+        "near": nn.Linear(3, 3),
+        "far": nn.Linear(3, 3),
+        "calls": nn.Buffer(torch.zeros(())),
+        "scale": 2.0,
+    }
+)
+def Net(self, x):
     """Says who was called, and has a buffer and a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.near, self.far = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.register_buffer("calls", torch.zeros(()))
-        self.scale = 2.0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.scale * self.far(self.near(x))
+    self.calls += 1
+    return self.scale * self.far(self.near(x))
 
 
 def unwrap(model):

@@ -217,12 +217,6 @@ def test_hooks_that_a_script_has_put_around_ours_are_left_alone(begin, monkeypat
     rank.watch.stop()  # again
 
 
-def test_at_a_prompt_nothing_is_installed(begin, monkeypatch):
-    monkeypatch.setattr(job_end, "is_interactive", lambda: True)
-    begin(2)
-    assert sys.excepthook is sys.__excepthook__
-
-
 @pytest.mark.parametrize("how", ["prompt", "flag", "notebook", "script"])
 def test_a_prompt_or_a_notebook_is_interactive(how, monkeypatch):
     monkeypatch.delattr(sys, "ps1", raising=False)

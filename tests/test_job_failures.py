@@ -11,24 +11,8 @@ from smp.job.job_end import took_part
 from tests.ranks import mpirun, wait_until_gone
 from tests.test_connecting import stale
 
-# A rank that ends with an error ends the others: first all say what they saw.
-SAID = """
-import sys, threading, time
-from pathlib import Path
-
-def wait_until_all_have_said(rank, ranks):
-    folder = Path(sys.argv[0]).parent
-    (folder / f"said {rank}").touch()
-    until = time.monotonic() + 20
-    while len(list(folder.glob("said *"))) < ranks and time.monotonic() < until:
-        threading.Event().wait(0.01)
-"""
-
 SCRIPT = """
-import ctypes, os, signal, sys, time
-import torch
-from torch import nn
-import smp
+from tests.models.jobs import *
 
 class Part(nn.Linear):
     calls = 0
@@ -38,18 +22,7 @@ class Part(nn.Linear):
             {how}
         return super().forward(x)
 
-smp.init({{"pipeline_parallel_degree": 2, "microbatches": 4}})
-net = nn.Sequential(nn.Linear(16, 16), Part(16, 16))
-smp.set_partition(net[0], 0)
-smp.set_partition(net[1], 1)
-model = smp.DistributedModel(net)
-
-@smp.step
-def train(model, x):
-    loss = model(x).pow(2).mean()
-    model.backward(loss)
-    return loss
-
+model = chain(nn.Linear(16, 16), Part(16, 16), microbatches=4)
 try:
     for _ in range(100):
         train(model, torch.randn(16, 16))
@@ -63,6 +36,7 @@ print("finished")
 # The rank that fails first ends the job when it has told why; here, when the other has said
 # its line as well.
 BOTH_SPEAK = """
+from tests.models.jobs import *
 from smp.job.job_end import FirstFailure
 told, wait_until_told = FirstFailure.told, FirstFailure.wait_until_told
 other_has_spoken = Path(__file__).with_name("other has spoken")
@@ -104,7 +78,7 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending, transports):
     by_signal = ending in ("killed", "crashed")
     script = tmp_path / "train.py"
     both_speak = BOTH_SPEAK if ending == "raised" else ""
-    script.write_text(SAID + both_speak + SCRIPT.format(how=how, seen=len(seen)))
+    script.write_text(both_speak + SCRIPT.format(how=how, seen=len(seen)))
     before = stale()
 
     done = mpirun(2, script, env={"SMP_COMM_TRANSPORTS": transports}, go_on=by_signal)
@@ -127,10 +101,7 @@ def test_every_rank_hears_of_the_end_of_one(tmp_path, ending, transports):
 
 
 BESIDE_ANOTHER = """
-import os, signal
-import torch
-from torch import nn
-import smp
+from tests.models.jobs import *
 
 class Part(nn.Linear):
     def forward(self, x):
@@ -138,16 +109,7 @@ class Part(nn.Linear):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 
-smp.init({{"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True}})
-net = nn.Sequential(nn.Linear(4, 4), Part(4, 4))
-smp.set_partition(net[0], 0)
-smp.set_partition(net[1], 1)
-model = smp.DistributedModel(net)
-
-@smp.step
-def train(model, x):
-    model.backward(model(x).sum())
-
+model = chain(nn.Linear(4, 4), Part(4, 4), microbatches=2, ddp=True)
 print("pipeline", smp.get_pp_group(), flush=True)
 smp.barrier()
 try:
@@ -160,12 +122,9 @@ print("finished")
 """
 
 
-def test_a_rank_beside_another_of_its_pp_rank_is_named_by_its_global_number(tmp_path):
+def test_a_rank_beside_another_of_its_pp_rank_is_named_by_its_global_number(script):
     """Its pp_rank alone says the same of two ranks."""
-    script = tmp_path / "train.py"
-    script.write_text(BESIDE_ANOTHER.format(victim=3))
-
-    done = mpirun(4, script, go_on=True)
+    done = mpirun(4, script(BESIDE_ANOTHER.format(victim=3)), go_on=True)
 
     said = done.stdout + done.stderr
     assert "finished" not in said
@@ -178,24 +137,11 @@ def test_a_rank_beside_another_of_its_pp_rank_is_named_by_its_global_number(tmp_
 
 
 KILLED = """
-import os, random, signal, sys, threading
-import torch
-from torch import nn
-import smp
+from tests.models.jobs import *
 
 victim, moment = map(int, sys.argv[1:])
-smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
-net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-for i, part in enumerate(net):
-    smp.set_partition(part, i % 2)
-model = smp.DistributedModel(net)
-
-@smp.step
-def train(model, x):
-    loss = model(x).pow(2).mean()
-    model.backward(loss)
-    return loss
-
+parts = (nn.Linear(64, 64) for _ in range(3))
+model = chain(*parts, pipeline_parallel_degree=2, microbatches=4)
 train(model, torch.randn(64, 64))
 print("pid", os.getpid(), flush=True)
 
@@ -212,14 +158,12 @@ while True:
 
 
 @pytest.mark.parametrize("moment", range(4))
-def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
+def test_a_rank_killed_at_any_instant_leaves_nothing_behind(script, moment):
     """The other says who died; no process and no shared memory is left."""
-    script = tmp_path / "train.py"
-    script.write_text(KILLED)
     before = stale()
     victim = moment % 2
 
-    done = mpirun(2, script, str(victim), str(moment), go_on=True)
+    done = mpirun(2, script(KILLED), str(victim), str(moment), go_on=True)
 
     said = done.stdout + done.stderr
     assert f"pp_rank {victim} is gone" in said, said
@@ -228,19 +172,13 @@ def test_a_rank_killed_at_any_instant_leaves_nothing_behind(tmp_path, moment):
 
 
 TO_ONE_THAT_IS_GONE = """
-import os, signal, sys
-import torch
-from torch import nn
-import smp
-from smp import _core
+from tests.models.jobs import *
 
 transport, floats = sys.argv[1], int(sys.argv[2])
 smp.init({"pipeline_parallel_degree": 2, "comm_pool_bytes": 1 << 22,
           "comm_transports": [transport]})
 net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Tanh())
-for part, rank in zip(net, (0, 1, 1)):
-    smp.set_partition(part, rank)
-model = smp.DistributedModel(net)
+model = distributed(net, [0, 1, 1])
 pids = smp.allgather(os.getpid(), smp.WORLD)
 
 @smp.step
@@ -270,13 +208,10 @@ SIZES = {"small": 64, "1 MiB": 1 << 18, "16 MiB": 1 << 22}
     [*(("shm", size) for size in SIZES), *((net, "16 MiB") for net in ("tcp", "ucx", "mpi"))],
 )
 def test_a_tensor_of_any_size_for_a_rank_that_was_killed_names_the_rank(
-    tmp_path, transport, size
+    script, transport, size
 ):
     """There is no memory for a rank that is gone: that is not what the error says."""
-    script = tmp_path / "train.py"
-    script.write_text(TO_ONE_THAT_IS_GONE)
-
-    done = mpirun(2, script, transport, str(SIZES[size]), go_on=True)
+    done = mpirun(2, script(TO_ONE_THAT_IS_GONE), transport, str(SIZES[size]), go_on=True)
 
     said = done.stdout + done.stderr
     assert "the call raised PeerError: smp: sending to pp_rank 1: a peer rank" in said
@@ -284,17 +219,10 @@ def test_a_tensor_of_any_size_for_a_rank_that_was_killed_names_the_rank(
 
 
 DIES_WHILE_SAVING = """
-import os, signal, sys
-import torch
-from torch import nn
-import smp
+from tests.models.jobs import *
 
 partial = sys.argv[1] == "partial"
-smp.init({"pipeline_parallel_degree": 3, "ddp_dist_backend": sys.argv[2]})
-net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
-for rank, part in enumerate(net):
-    smp.set_partition(part, rank)
-model = smp.DistributedModel(net)
+model = chain(*(nn.Linear(16, 16) for _ in range(3)), ddp_dist_backend=sys.argv[2])
 smp.step(lambda model, x: model(x))(model, torch.zeros(1, 16))
 
 def die(*args, **named):
@@ -317,11 +245,10 @@ except ConnectionError as error:
 @pytest.mark.parametrize(
     ("kind", "backend"), [("partial", "smddp"), ("partial", "gloo"), ("full", "smddp")]
 )
-def test_who_saves_hears_which_rank_has_died(kind, backend, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SAID + DIES_WHILE_SAVING)
-
-    done = mpirun(3, script, kind, backend, str(tmp_path / "saved"), go_on=True)
+def test_who_saves_hears_which_rank_has_died(kind, backend, tmp_path, script):
+    done = mpirun(
+        3, script(DIES_WHILE_SAVING), kind, backend, str(tmp_path / "saved"), go_on=True
+    )
 
     said = done.stdout + done.stderr
     for rank in (0, 2):
@@ -329,8 +256,7 @@ def test_who_saves_hears_which_rank_has_died(kind, backend, tmp_path):
 
 
 ENDS_AFTER_A_DEATH = """
-import os, select, signal, sys
-import smp
+from tests.models.jobs import *
 from smp.job import (bootstrap)
 
 bootstrap.END_AFTER_DEATH_S = 0.1
@@ -349,11 +275,8 @@ if smp.rank() == 2 and select.select([first], [], [], 20)[0]:
 
 
 @pytest.mark.parametrize("pipeline", [3, 1])
-def test_a_rank_that_knows_of_a_death_ends_though_mpi_waits_for_all(pipeline, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(ENDS_AFTER_A_DEATH)
-
-    done = mpirun(3, script, str(pipeline), go_on=True)
+def test_a_rank_that_knows_of_a_death_ends_though_mpi_waits_for_all(pipeline, script):
+    done = mpirun(3, script(ENDS_AFTER_A_DEATH), str(pipeline), go_on=True)
 
     for rank in (0, 2):
         assert re.search(rf"rank {rank} saw smp: .*: rank 1 is gone ", done.stdout), done
@@ -378,9 +301,7 @@ def test_who_misses_a_rank_waits_for_the_cores_word_of_its_death(monkeypatch):
 
 
 HOOK_THAT_TAKES_LONG = """
-import sys, threading
-from pathlib import Path
-import smp
+from tests.models.jobs import *
 from smp.job.job_end import FirstFailure
 
 other_is_ending = Path(__file__).with_name("ending")
@@ -404,21 +325,17 @@ raise ValueError("no good")
 """
 
 
-def test_the_first_failure_is_shown_before_the_others_end_the_job(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(HOOK_THAT_TAKES_LONG)
+def test_the_first_failure_is_shown_before_the_others_end_the_job(script):
+    path = script(HOOK_THAT_TAKES_LONG)
 
-    done = mpirun(2, script)
+    done = mpirun(2, path)
 
     assert done.returncode != 0
     assert "the script's own hook: no good" in done.stderr
 
 
 EXITS = """
-import sys
-import torch
-from torch import nn
-import smp
+from tests.models.jobs import *
 
 pipeline, at = map(int, sys.argv[1:])
 
@@ -430,18 +347,7 @@ class Part(nn.Linear):
             sys.exit(0)
         return super().forward(x)
 
-smp.init({"pipeline_parallel_degree": pipeline, "microbatches": 2})
-net = nn.Sequential(*(Part(16, 16) for _ in range(pipeline)))
-for rank, part in enumerate(net):
-    smp.set_partition(part, rank)
-model = smp.DistributedModel(net)
-
-@smp.step
-def train(model, x):
-    loss = model(x).pow(2).mean()
-    model.backward(loss)
-    return loss
-
+model = chain(*(Part(16, 16) for _ in range(pipeline)), microbatches=2)
 try:
     for _ in range(3):
         train(model, torch.randn(16, 16))
@@ -455,12 +361,9 @@ except RuntimeError as error:
 @pytest.mark.parametrize(
     ("pipeline", "at"), [(2, 3), (2, 1), (1, 3)], ids=["pipeline", "first step", "replicas"]
 )
-def test_an_exit_inside_a_step_is_an_error_on_every_rank(pipeline, at, tmp_path):
+def test_an_exit_inside_a_step_is_an_error_on_every_rank(pipeline, at, script):
     """Also ``sys.exit(0)``, for which a job would end as if all had gone well."""
-    script = tmp_path / "train.py"
-    script.write_text(SAID + EXITS)
-
-    done = mpirun(2, script, str(pipeline), str(at))
+    done = mpirun(2, script(EXITS), str(pipeline), str(at))
 
     assert done.returncode != 0
     for rank in range(2):
@@ -468,29 +371,12 @@ def test_an_exit_inside_a_step_is_an_error_on_every_rank(pipeline, at, tmp_path)
 
 
 LEAVES = """
-import sys
-import torch
-from torch import nn
-import smp
-from smp import _core
+from tests.models.jobs import *
 
-smp.init({"pipeline_parallel_degree": smp_size, "microbatches": 2})
-net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(smp.size())))
-for rank, part in enumerate(net):
-    smp.set_partition(part, rank)
-model = smp.DistributedModel(net)
-
-@smp.step
-def train(model, x):
-    loss = model(x).pow(2).mean()
-    model.backward(loss)
-    return loss
-
-steps = 3
-if smp.rank() == int(sys.argv[1]):
-    steps = 2
+size, leaver = map(int, sys.argv[1:])
+model = chain(*(nn.Linear(16, 16) for _ in range(size)), microbatches=2)
 try:
-    for _ in range(steps):
+    for _ in range(2 if smp.rank() == leaver else 3):
         train(model, torch.randn(16, 16))
 except ConnectionError as error:
     print(f"rank {smp.rank()} saw {error}; died: {_core.someone_died()}", flush=True)
@@ -500,13 +386,10 @@ except ConnectionError as error:
 
 
 @pytest.mark.parametrize(("size", "leaver"), [(3, 0), (3, 1), (4, 2)])
-def test_all_survivors_hear_which_rank_has_left(tmp_path, size, leaver):
+def test_all_survivors_hear_which_rank_has_left(script, size, leaver):
     """A rank that makes fewer steps is named on every other one, also where those have
     nothing to do with it."""
-    script = tmp_path / "train.py"
-    script.write_text(SAID + LEAVES.replace("smp_size", str(size)))
-
-    done = mpirun(size, script, str(leaver))
+    done = mpirun(size, script(LEAVES), str(size), str(leaver))
 
     said = done.stdout + done.stderr
     assert done.returncode != 0

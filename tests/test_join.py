@@ -17,6 +17,7 @@ from tests.test_data_parallel import (
     batch_of,
     local_gradients,
     mean_loss,
+    of_replicas,
     plain_model,
 )
 
@@ -47,10 +48,8 @@ def test_join_that_stops_early_does_nothing_where_all_end_at_once(in_step):
                     smp.step(mean_loss)(model, batch_of(smp.rank(), 2 * epoch + number))
                 else:
                     model(batch_of(smp.rank(), 2 * epoch + number)).square().mean().backward()
-        replicas = [plain_model(), plain_model()]
-        for rank, replica in enumerate(replicas):
-            replica(batch_of(rank, 2 * epoch + 1)).square().mean().backward()
-        assert_same_bits(local_gradients(model), averaged(replicas))
+        want = of_replicas(plain_model, 2 * epoch + 1)
+        assert_same_bits(local_gradients(model), want)
 
 
 @pytest.mark.parametrize("in_step", [False, True])
@@ -81,10 +80,8 @@ def test_join_that_stops_early_raises_on_all_before_the_step_and_training_goes_o
     assert begun == 2 - smp.dp_rank() and all(g is None for g in before.values())
 
     train(5)
-    replicas = [plain_model(), plain_model()]
-    for rank, replica in enumerate(replicas):
-        replica(batch_of(rank, 5)).square().mean().backward()
-    assert_same_bits(local_gradients(model), averaged(replicas))
+    want = of_replicas(plain_model, 5)
+    assert_same_bits(local_gradients(model), want)
 
 
 @on_ranks(3)
@@ -167,10 +164,8 @@ def test_an_error_in_the_block_ends_join_and_the_next_exchange_is_whole():
     ):
         raise LookupError("mine")
     model(batch_of(smp.rank())).square().mean().backward()
-    replicas = [plain_model(), plain_model()]
-    for rank, replica in enumerate(replicas):
-        replica(batch_of(rank)).square().mean().backward()
-    assert_same_bits(local_gradients(model), averaged(replicas))
+    want = of_replicas(plain_model)
+    assert_same_bits(local_gradients(model), want)
 
 
 def own_backward(model: nn.Module, x: Tensor) -> None:

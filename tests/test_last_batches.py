@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import smp
 from tests.ranks import call_on_ranks, on_ranks
-from tests.reference.whole_job import WholeJob, assert_near
+from tests.reference.whole_job import WholeJob, assert_near, in_float64
 
 WIDTH = 6
 MICROBATCHES = 4
@@ -55,8 +55,7 @@ class Counted(nn.Linear):
 
 
 def make() -> nn.Module:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Counted(), nn.Linear(WIDTH, WIDTH))
     smp.set_tensor_parallelism(net[0])
     smp.set_partition(net, 0)
@@ -144,7 +143,6 @@ class Synchronised(nn.SyncBatchNorm):
 @on_ranks(2)
 def test_replicas_whose_sync_batch_norms_meet_have_as_many_microbatches():
     smp.init({"ddp": True, "microbatches": MICROBATCHES})
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Synchronised(WIDTH))
     WholeJob(net, loss, batch).step(0)

@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import smp
 from smp.pytorch import call_warnings
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 variable: contextvars.ContextVar = contextvars.ContextVar("of_the_model")
@@ -89,41 +91,30 @@ def noted(x):
     return x
 
 
-class Far(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.does = ""
-
-    def forward(self, x):
-        if self.does == "hook":
-            x.register_hook(lambda gradient: gradient)
-        y = torch.tanh(self.linear(x))
-        if self.does == "result":
-            y.note = "mine"
-        if self.does == "hooked result":
-            y.register_hook(lambda gradient: gradient)
-        return y
+@module_of(lambda: {"linear": nn.Linear(3, 3), "does": ""})
+def Far(self, x):
+    if self.does == "hook":
+        x.register_hook(lambda gradient: gradient)
+    y = torch.tanh(self.linear(x))
+    if self.does == "result":
+        y.note = "mine"
+    if self.does == "hooked result":
+        y.register_hook(lambda gradient: gradient)
+    return y
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.near, self.far = nn.Linear(3, 3), Far()
-        self.around = nullcontext
-        self.give = lambda x: x
-
-    def forward(self, x):
-        x = self.give(self.near(x))
-        with self.around():
-            return self.far(x).sum() + x.sum()
+@module_of(
+    lambda: {"near": nn.Linear(3, 3), "far": Far(), "around": nullcontext, "give": lambda x: x}
+)
+def Net(self, x):
+    x = self.give(self.near(x))
+    with self.around():
+        return self.far(x).sum() + x.sum()
 
 
 def said(net, around_step=nullcontext):
     """The warnings of three steps, on this rank."""
-    smp.set_partition(net, 0)
-    smp.set_partition(net.far, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "far": 1})
 
     @smp.step
     def step(model, x):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.modules import microbatch_attributes
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 WIDTH = 6
@@ -342,9 +343,7 @@ def train_and_evaluate(kind: type[Block], trains: bool, pins: dict[str, int], **
         for parameter in net.parameters():  # alike on all ranks, and with a plain class
             parameter.copy_(torch.linspace(-0.5, 0.6, parameter.numel()).view_as(parameter))
     plain = copy.deepcopy(net)
-    for path, rank in pins.items():
-        smp.set_partition(net.get_submodule(path), rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, pins)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
     model.train(trains)
@@ -454,9 +453,7 @@ def test_hooks_that_are_registered_after_the_first_step(where, read):
     torch.manual_seed(0)
     net = LateOfChild()
     plain = copy.deepcopy(net)
-    smp.set_partition(net, 0)
-    smp.set_partition(net.far, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "far": 1})
     stores: dict = {net: {}, plain: {}}
 
     def forward(model, x):
@@ -487,8 +484,7 @@ def test_hooks_that_are_registered_after_the_first_step(where, read):
 def test_a_hook_that_would_not_run_is_refused_in_a_step():
     smp.init({"pipeline_parallel_degree": 2})
     net = nn.Sequential(Tmp())
-    smp.set_partition(net[0], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"0": 1})
     for module, register in ((net[0].near, "forward_hook"), (net[0], "forward_pre_hook")):
 
         def forward(model, x, module=module, register=register):

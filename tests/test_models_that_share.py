@@ -9,19 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, gradients
 
 WIDTH = 8
 
 
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return torch.tanh(self.second(torch.tanh(self.first(x))))
+@module_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
+def Encoder(self, x):
+    return torch.tanh(self.second(torch.tanh(self.first(x))))
 
 
 class Head(nn.Module):
@@ -218,17 +215,11 @@ def test_a_shared_parameter_that_models_are_pinned_apart_with_is_named():
         train(models, batch(0))
 
 
-class Counting(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "calls": nn.Buffer(torch.zeros(()))})
+def Counting(self, x):
     """Counts its calls in a buffer, which no microbatch may mix up."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return torch.tanh(self.linear(x)) * self.calls.clone()
+    self.calls += 1
+    return torch.tanh(self.linear(x)) * self.calls.clone()
 
 
 def once_each(models, x):
@@ -270,16 +261,11 @@ def test_a_shared_module_that_models_call_differently_often_has_its_buffers_in_o
     check(models, plain)
 
 
-class SetsOnes(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "seen": None})
+def SetsOnes(self, x):
     """Its forward sets an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.seen = nn.Linear(WIDTH, WIDTH), None
-
-    def forward(self, x):
-        self.seen = 1.0
-        return self.linear(x)
+    self.seen = 1.0
+    return self.linear(x)
 
 
 class Reads(Head):

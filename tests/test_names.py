@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 # What DistributedModel adds to a module, some of its arguments, and any other names.
@@ -61,8 +62,7 @@ def test_the_users_names_are_the_users(kind):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     plain, net = Named(kind), Named(kind)
     net.load_state_dict(plain.state_dict())
-    smp.set_partition(net.far, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"far": 1})
     x = torch.randn(4, 3)
 
     @smp.step

@@ -355,15 +355,14 @@ def test_one_rank_is_a_group_too():
     smp.reset()
 
 
-def test_a_receiver_is_told_that_the_sender_has_ended(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_a_receiver_is_told_that_the_sender_has_ended(script):
+    path = script(
         "import smp, sys\n"
         "smp.init()\n"
         "if smp.rank() == 0: smp.recv_from(1, smp.RankType.WORLD_RANK)\n"
     )
 
-    done = mpirun(2, script)
+    done = mpirun(2, path)
 
     assert done.returncode != 0
     assert (

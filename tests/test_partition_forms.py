@@ -17,6 +17,8 @@ from smp.partitioning.partition import Partition, _FlatModel, make_partition
 from smp.partitioning.shared import Home
 from smp.partitioning.tracing import trace
 from smp.partitioning.tree import in_bytes, readable
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 
@@ -334,8 +336,7 @@ def test_without_the_automatic_partition_what_is_not_pinned_is_on_the_configured
         }
     )
     net = nn.Sequential(*linears(4))
-    smp.set_partition(net[1], 1 - default)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"1": 1 - default})
     smp.step(lambda model, x: model.backward(model(x).sum()))(model, torch.ones(2, 8))
     ranks = [model.get_module_partition(module) for module in net.modules()]
     assert ranks == [default, default, 1 - default, default, default]
@@ -532,16 +533,11 @@ def test_a_model_without_any_cost_has_a_report_and_a_picture():
 # ----------------------------------------------------------------------------------- plans
 
 
-class Spy(nn.Module):
+@module_of(lambda: {"layer": nn.Linear(8, 8), "shapes": None})
+def Spy(self, x, scale=None):
     """Keeps the shapes that it was called with."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.shapes = nn.Linear(8, 8), None
-
-    def forward(self, x, scale=None):
-        shapes.append((tuple(x.shape), x.device.type, None if scale is None else scale.item()))
-        return self.layer(x)
+    shapes.append((tuple(x.shape), x.device.type, None if scale is None else scale.item()))
+    return self.layer(x)
 
 
 shapes: list = []

@@ -14,6 +14,8 @@ import smp
 from smp import _core
 from smp.partitioning.tracing import trace
 from smp.runtime import pool
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 WIDTH = 1024
@@ -21,16 +23,15 @@ SAMPLES = 16
 ONE = 4 * WIDTH * SAMPLES  # bytes of one activation of a microbatch
 
 
-class Chain(nn.Module):
+@module_of(
+    lambda: {
+        "near": nn.Linear(WIDTH, WIDTH),
+        "far": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+    }
+)
+def Chain(self, x):
     """One layer here, two there."""
-
-    def __init__(self):
-        super().__init__()
-        self.near = nn.Linear(WIDTH, WIDTH)
-        self.far = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x):
-        return self.far(torch.relu(self.near(x)))
+    return self.far(torch.relu(self.near(x)))
 
 
 def begin(microbatches: int = 4, **config) -> smp.DistributedModel:
@@ -41,9 +42,7 @@ def begin(microbatches: int = 4, **config) -> smp.DistributedModel:
 def wrapped() -> smp.DistributedModel:
     torch.manual_seed(0)
     net = Chain()
-    smp.set_partition(net, 0)
-    smp.set_partition(net.far, 1)
-    return smp.DistributedModel(net)
+    return distributed(net, {"": 0, "far": 1})
 
 
 @smp.step
@@ -134,17 +133,12 @@ def test_what_goes_into_a_run_of_a_sequential_is_its_first_childs():
     assert got == [3 * into + out, 3 * out + into]
 
 
-class Twice(nn.Module):
+@module_of(
+    lambda: {"far": nn.Linear(8, 4), "beside": nn.Linear(8, 8), "unused": nn.Linear(8, 8)}
+)
+def Twice(self, x):
     """Calls one child twice, and one not at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.far = nn.Linear(8, 4)
-        self.beside = nn.Linear(8, 8)
-        self.unused = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.far(self.beside(x)) + self.far(x)
+    return self.far(self.beside(x)) + self.far(x)
 
 
 def test_each_call_counts_and_what_is_not_called_does_not():

@@ -12,6 +12,7 @@ from torch.optim import swa_utils
 
 import smp
 from smp.execution.steps import Step, most_in_flight, read_turns
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 WIDTH = 4
@@ -26,9 +27,7 @@ def make(**config) -> smp.DistributedModel:
 
 def wrap() -> smp.DistributedModel:
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(smp.size())))
-    for rank, layer in enumerate(net):
-        smp.set_partition(layer, rank)
-    return smp.DistributedModel(net)
+    return distributed(net, range(len(net)))
 
 
 @smp.step

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smp
 from tests.ranks import on_ranks
-from tests.reference.whole_job import assert_near, split_over_all_ranks
+from tests.reference.whole_job import assert_near, in_float64, split_over_all_ranks
 from tests.test_collective_keys import WIDTH, TwoAlike, check_next_step, job_of, refuse
 
 
@@ -51,8 +51,7 @@ def test_what_leads_out_behind_its_region():
     from transformers.models.bert.modeling_bert import BertLayer
 
     split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(5)
+    in_float64(5)
     config = BertConfig(hidden_size=WIDTH, num_attention_heads=2, intermediate_size=2 * WIDTH)
     config._attn_implementation = "eager"
     with smp.tensor_parallelism():
@@ -76,8 +75,7 @@ def test_what_leads_out_behind_its_region():
 def test_a_part_of_a_region_is_computed_again(alike, rate):
     """Each call with the rows that it had in the forward."""
     split_over_all_ranks(prescaled_batch=alike)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(5)
+    in_float64(5)
     net = TwoAlike("region")
     model = smp.DistributedModel(net)
     xs = [input_of(0 if alike else smp.rank() + 2 * i) for i in range(2)]
@@ -157,8 +155,7 @@ def test_masks_of_other_forms_on_each_rank(causal, dtype):
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
     split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(5)
+    in_float64(5)
     if causal:
         config = GPT2Config(n_embd=WIDTH, n_head=2, n_layer=1)
         plain = GPT2Attention(config, layer_idx=0)

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import smp
 from smp import _core
 from smp.modules import remote_modules, stand_ins
-from tests.models.partition import partition_by_path
+from tests.models.modules import module_of
+from tests.models.partition import distributed, partition_by_path
 from tests.ranks import on_ranks
 from tests.reference.compare import (
     assert_close,
@@ -68,9 +69,7 @@ class Run:
             "microbatches": config["microbatches"],
             "average": average,
         }
-        for path, module in net.named_modules():
-            smp.set_partition(module, rank_of[path])
-        self.model = smp.DistributedModel(net, average_grads_across_microbatches=average)
+        self.model = distributed(net, rank_of, average_grads_across_microbatches=average)
 
     def check(self, step, *batch, seed: int = 1, plain: bool = True, bits: bool = True) -> None:
         """One step, whose outputs are a dict, equals that of both loops.
@@ -110,19 +109,14 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
 # ------------------------------------------------------------------------ arguments
 
 
-class Changes(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Changes(self, hidden, seen=None):
     """Changes one argument so that autograd does not see it, and one so that it does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden, seen=None):
-        with torch.no_grad():
-            hidden.mul_(3).add_(1)
-        if seen is not None:
-            seen.add_(self.linear(hidden))
-        return self.linear(hidden).tanh()
+    with torch.no_grad():
+        hidden.mul_(3).add_(1)
+    if seen is not None:
+        seen.add_(self.linear(hidden))
+    return self.linear(hidden).tanh()
 
 
 ARGUMENTS = {
@@ -156,13 +150,9 @@ def test_an_argument_changed_under_no_grad_keeps_its_gradient(kind, others):
         run.check(step, rows(7, seed))
 
 
-class Twofold(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.linear(x), self.linear(x).tanh()
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Twofold(self, x):
+    return self.linear(x), self.linear(x).tanh()
 
 
 @on_ranks(2)
@@ -202,16 +192,11 @@ class NotedDict(dict):
     latest: torch.Tensor | None = None
 
 
-class Fills(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Fills(self, x, note):
     """Sets an attribute of what it is given, and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, note):
-        note.latest = self.linear(x)
-        return x.mean()
+    note.latest = self.linear(x)
+    return x.mean()
 
 
 @on_ranks(2)
@@ -226,22 +211,17 @@ def test_an_attribute_that_the_module_sets_is_set_for_the_caller(kind):
     Run(Fills()).check(step, rows(7))
 
 
-class Removes(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Removes(self, x, names, ordered, numbers, members, note):
     """Takes from all that it is given, and adds to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, names, ordered, numbers, members, note):
-        names["new"] = names.pop("old") + 1
-        ordered.popitem(last=False)
-        ordered.move_to_end(1)
-        del numbers[1:]
-        members ^= {2, 3}
-        note.new = 7
-        del note.old
-        return self.linear(x).mean()
+    names["new"] = names.pop("old") + 1
+    ordered.popitem(last=False)
+    ordered.move_to_end(1)
+    del numbers[1:]
+    members ^= {2, 3}
+    note.new = 7
+    del note.old
+    return self.linear(x).mean()
 
 
 @on_ranks(2)
@@ -265,17 +245,13 @@ def test_of_a_column_of_a_large_tensor_the_column_alone_is_sent(by):
     size = 4096
     large = {rank: torch.empty(size, size) for rank in range(2)}
 
-    class Column(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x):
-            y = x * self.scale
-            if by != "result":
-                return y
-            large[1][:, 3] = y.detach()
-            return y + 0, large[1][:, 3]
+    @module_of(lambda: {"scale": nn.Parameter(torch.ones(()))})
+    def Column(self, x):
+        y = x * self.scale
+        if by != "result":
+            return y
+        large[1][:, 3] = y.detach()
+        return y + 0, large[1][:, 3]
 
     class InColumn(torch.autograd.Function):
         """Gives its gradient as a column."""
@@ -290,9 +266,7 @@ def test_of_a_column_of_a_large_tensor_the_column_alone_is_sent(by):
             return large[0][:, 3]
 
     net = nn.Sequential(Column())
-    smp.set_partition(net, 0)
-    smp.set_partition(net[0], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "0": 1})
 
     @smp.step(non_split_inputs=["x"])
     def step(model, x):
@@ -336,13 +310,9 @@ class Rounded(torch.autograd.Function):
         return (steps.floor() + up) / 64 + torch.rand(()) / 1024
 
 
-class Rounds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return Rounded.apply(self.linear(x).tanh())
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Rounds(self, x):
+    return Rounded.apply(self.linear(x).tanh())
 
 
 @on_ranks(2)
@@ -378,37 +348,22 @@ def test_gradients_pass_a_frozen_module():
         run.check(train, rows(7, number))
 
 
-class Turning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x, far):
-        return far(x * self.scale).tanh()
+@module_of(lambda: {"scale": nn.Parameter(torch.ones(WIDTH))})
+def Turning(self, x, far):
+    return far(x * self.scale).tanh()
 
 
-class Nested(nn.Module):
+@module_of(lambda: {"shared": nn.Linear(WIDTH, WIDTH), "here": Turning(), "one": Calls()})
+def Nested(self, x):
     """``one`` on the other rank calls ``here``, which calls ``shared`` on the other rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.here = Turning()
-        self.one = Calls()
-
-    def forward(self, x):
-        for _ in range(2):
-            x = self.shared(self.one(x, self.here, self.shared)).tanh()
-        return x
+    for _ in range(2):
+        x = self.shared(self.one(x, self.here, self.shared)).tanh()
+    return x
 
 
-class Calls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, here, shared):
-        return here(self.linear(x), shared)
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Calls(self, x, here, shared):
+    return here(self.linear(x), shared)
 
 
 @on_ranks(2)
@@ -434,20 +389,13 @@ def test_a_checkpoint_around_a_module_with_buffers_passes_it_again(reentrant):
         run.check(step, rows(7, number))
 
 
-class Kept(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "results": [], "alive": []})
+def Kept(self, x):
     """Notes how many of its results are still there, each kept by its graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.results: list[weakref.ref] = []
-        self.alive: list[int] = []
-
-    def forward(self, x):
-        self.alive.append(sum(result() is not None for result in self.results))
-        y = self.linear(x)
-        self.results.append(weakref.ref(y))
-        return y.square().sum()
+    self.alive.append(sum(result() is not None for result in self.results))
+    y = self.linear(x)
+    self.results.append(weakref.ref(y))
+    return y.square().sum()
 
 
 @on_ranks(2)
@@ -528,16 +476,12 @@ def test_a_request_may_give_more_terms_than_in_the_steps_before(schedule):
 # ---------------------------------------------------------------------------- hooks
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, *more, scale=1.0, offset=None):
-        y = self.linear(x) * scale
-        for each in more:
-            y = y + each
-        return y if offset is None else y + offset
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Scaled(self, x, *more, scale=1.0, offset=None):
+    y = self.linear(x) * scale
+    for each in more:
+        y = y + each
+    return y if offset is None else y + offset
 
 
 @on_ranks(2)
@@ -867,19 +811,14 @@ class Picky(nn.Linear):
         return super().forward(x)
 
 
-class Catching(nn.Module):
+@module_of(lambda: {"near": nn.Linear(WIDTH, WIDTH), "far": Picky(WIDTH, WIDTH)})
+def Catching(self, x):
     """A far module's exception is its caller's to catch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.near, self.far = nn.Linear(WIDTH, WIDTH), Picky(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.near(x)
-        try:
-            return self.far(100 + x * 0, limit=50.0)
-        except ValueError:
-            return self.far(x * 0, limit=50.0)
+    x = self.near(x)
+    try:
+        return self.far(100 + x * 0, limit=50.0)
+    except ValueError:
+        return self.far(x * 0, limit=50.0)
 
 
 @on_ranks(2)
@@ -924,16 +863,12 @@ def test_forward_hooks_that_are_always_called_hear_of_a_forward_that_fails():
     assert sum("of the hook" in str(w.message) for w in warned) == (smp.pp_rank() == 0)
 
 
-class Retrying(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.far = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        try:
-            return self.far(x)
-        except ValueError:
-            return self.far(x * 0)
+@module_of(lambda: {"far": nn.Linear(WIDTH, WIDTH)})
+def Retrying(self, x):
+    try:
+        return self.far(x)
+    except ValueError:
+        return self.far(x * 0)
 
 
 @on_ranks(2)
@@ -969,14 +904,10 @@ def test_a_hook_that_is_always_called_and_raises_is_called_once():
 _noted: ContextVar[list] = ContextVar("noted")
 
 
-class Notes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        _noted.get().append((smp.pp_rank(), int(x[0, 0])))
-        return self.linear(x)
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Notes(self, x):
+    _noted.get().append((smp.pp_rank(), int(x[0, 0])))
+    return self.linear(x)
 
 
 @on_ranks(2)
@@ -1023,13 +954,9 @@ def test_a_list_that_a_context_variable_has_from_outside_stays_on_its_rank():
 _dial: ContextVar[int] = ContextVar("dial")
 
 
-class Dialled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.linear(x) * _dial.get()
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Dialled(self, x):
+    return self.linear(x) * _dial.get()
 
 
 @on_ranks(2)
@@ -1064,27 +991,21 @@ class Doubles(nn.Module):
         return 2 * x
 
 
-class Doubled(nn.Module):
-    def __init__(self, doubles: nn.Module) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.doubles = doubles
-
-    def forward(self, x):
-        return self.doubles(self.linear(x))
+@module_of(lambda doubles: {"linear": nn.Linear(WIDTH, WIDTH), "doubles": doubles})
+def Doubled(self, x):
+    return self.doubles(self.linear(x))
 
 
-class ByBoth(nn.Module):
+@module_of(
+    lambda doubles: {
+        "far": Doubled(doubles),
+        "near": Doubled(doubles),
+        "last": nn.Sequential(nn.Linear(WIDTH, WIDTH), doubles, nn.Dropout(0.0)),
+    }
+)
+def ByBoth(self, x):
     """``doubles`` is first found in ``far``; ``near`` and this module call it, too."""
-
-    def __init__(self, doubles: nn.Module) -> None:
-        super().__init__()
-        self.far = Doubled(doubles)
-        self.near = Doubled(doubles)
-        self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), doubles, nn.Dropout(0.0))
-
-    def forward(self, x):
-        return self.near.doubles(self.last(self.near(self.far(x))))
+    return self.near.doubles(self.last(self.near(self.far(x))))
 
 
 def squares(model, x):
@@ -1134,9 +1055,7 @@ def test_a_module_that_owns_nothing_stays_where_it_is_pinned(owner):
     smp.set_partition(doubles, owner)
     Doubles.ran_on.clear()
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    smp.set_partition(net.far, 1)
-    smp.set_partition(net.near, 0)
-    smp.step(squares)(smp.DistributedModel(net), rows(4))
+    smp.step(squares)(distributed(net, {"far": 1, "near": 0}), rows(4))
     calls = 4 * 2  # of two microbatches; pp_rank 0 has traced one more
     assert len(Doubles.ran_on) == (calls if smp.pp_rank() == owner else 0) + (
         4 if smp.pp_rank() == 0 else 0
@@ -1157,14 +1076,9 @@ class InParts(nn.Module):
         return self.again(self.parts[2:](self.parts[:2](x)))
 
 
-class HasParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.near = nn.Linear(WIDTH, WIDTH)
-        self.far = InParts()
-
-    def forward(self, x):
-        return self.near(self.far(x)) + self.far.parts[-1:](x)
+@module_of(lambda: {"near": nn.Linear(WIDTH, WIDTH), "far": InParts()})
+def HasParts(self, x):
+    return self.near(self.far(x)) + self.far.parts[-1:](x)
 
 
 @on_ranks(2)
@@ -1230,31 +1144,25 @@ def test_a_hook_of_any_kind_or_a_pin_is_something_to_own():
     assert not remote_modules.runs_where_called(pinned)
 
 
-class HasSlopes(nn.Module):
+@module_of(lambda how: {"near": nn.Linear(WIDTH, WIDTH), "far": Slopes(how)})
+def HasSlopes(self, x):
     """``far`` needs gradients inside its forward."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.near = nn.Linear(WIDTH, WIDTH)
-        self.far = Slopes(how)
-
-    def forward(self, x):
-        return self.far(self.near(x))
+    return self.far(self.near(x))
 
 
-class Slopes(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.outer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        if self.how == "jacrev":
-            return self.outer(torch.func.jacrev(lambda v: self.inner(v).square().sum())(x))
-        x = x if x.requires_grad else x.clone().requires_grad_()
-        (slopes,) = torch.autograd.grad(self.inner(x).square().sum(), x, create_graph=True)
-        return self.outer(slopes)
+@module_of(
+    lambda how: {
+        "how": how,
+        "inner": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        "outer": nn.Linear(WIDTH, WIDTH),
+    }
+)
+def Slopes(self, x):
+    if self.how == "jacrev":
+        return self.outer(torch.func.jacrev(lambda v: self.inner(v).square().sum())(x))
+    x = x if x.requires_grad else x.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(self.inner(x).square().sum(), x, create_graph=True)
+    return self.outer(slopes)
 
 
 @on_ranks(2)
@@ -1263,26 +1171,16 @@ def test_a_module_may_differentiate_what_is_on_its_rank(how):
     equals_a_plain_run(HasSlopes(how).double(), ("far",))
 
 
-class InThreads(nn.Module):
+@module_of(lambda: {"parts": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))})
+def InThreads(self, x):
     """Runs its children side by side."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x):
-        with ThreadPoolExecutor(3) as pool:
-            return sum(pool.map(lambda part: part(x), self.parts))
+    with ThreadPoolExecutor(3) as pool:
+        return sum(pool.map(lambda part: part(x), self.parts))
 
 
-class HasThreads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.near = nn.Linear(WIDTH, WIDTH)
-        self.far = InThreads()
-
-    def forward(self, x):
-        return self.near(self.far(self.near(x)))
+@module_of(lambda: {"near": nn.Linear(WIDTH, WIDTH), "far": InThreads()})
+def HasThreads(self, x):
+    return self.near(self.far(self.near(x)))
 
 
 @on_ranks(2)
@@ -1351,9 +1249,7 @@ NOT_PLAIN = {
 def test_a_tensor_that_cannot_be_sent_is_named(kind):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "skip_tracing": True})
     net = Pair(nn.Linear(WIDTH, WIDTH)).double()
-    smp.set_partition(net.near, 0)
-    smp.set_partition(net.far, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"near": 0, "far": 1})
     call, said = NOT_PLAIN[kind]
 
     @smp.step
@@ -1386,14 +1282,9 @@ class Keeps(nn.Module):
         return self.linear(x) * self.kept.sum(0)
 
 
-class HasKept(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.near = Keeps(kind)
-        self.far = Keeps(kind)
-
-    def forward(self, x):
-        return self.far(self.near(x))
+@module_of(lambda kind: {"near": Keeps(kind), "far": Keeps(kind)})
+def HasKept(self, x):
+    return self.far(self.near(x))
 
 
 @on_ranks(2)
@@ -1421,14 +1312,9 @@ def test_buffers_may_grow_or_be_sparse(kind):
 # ------------------------------------------------------------ modules of a kind of their own
 
 
-class Middle(nn.Module):
-    def __init__(self, middle: nn.Module) -> None:
-        super().__init__()
-        self.near = nn.Linear(WIDTH, WIDTH)
-        self.far = middle
-
-    def forward(self, x):
-        return self.far(self.near(x))
+@module_of(lambda middle: {"near": nn.Linear(WIDTH, WIDTH), "far": middle})
+def Middle(self, x):
+    return self.far(self.near(x))
 
 
 def prepared_for_quantization() -> nn.Module:
@@ -1443,9 +1329,9 @@ def test_a_module_prepared_for_quantization_aware_training():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     net = Middle(prepared_for_quantization())
     plain = copy.deepcopy(net)
-    for path, module in net.named_modules():
-        smp.set_partition(module, int(path.startswith("far")))
-    model = smp.DistributedModel(net)
+    model = distributed(
+        net, {path: int(path.startswith("far")) for path, _ in net.named_modules()}
+    )
     for seed in range(2):
         x = rows(4, seed).float()
         (loss,) = smp.step(squares)(model, x).outputs

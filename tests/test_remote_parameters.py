@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import smp
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 
@@ -15,9 +16,7 @@ def partitioned() -> tuple[smp.DistributedModel, nn.Parameter]:
     """A model whose first step is over, and a matrix of it that this rank does not have."""
     smp.init({"pipeline_parallel_degree": 2})
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
-    for rank, layer in enumerate(net):
-        smp.set_partition(layer, rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, range(len(net)))
     smp.step(lambda model, x: model(x))(model, torch.ones(2, 3))
     return model, net[1 - smp.pp_rank()].weight
 

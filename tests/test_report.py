@@ -12,19 +12,21 @@ from smp import plan
 from smp.modules.pins import set_partition
 from smp.partitioning.partition import Partition
 from smp.partitioning.picture import colour
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.act = nn.Linear(width, width), nn.GELU()
-        self.down = nn.Linear(width, width)
-
-    def forward(self, x):
-        return x + self.down(self.act(self.up(x)))
+@module_of(
+    lambda width: {
+        "up": nn.Linear(width, width),
+        "act": nn.GELU(),
+        "down": nn.Linear(width, width),
+    }
+)
+def Block(self, x):
+    return x + self.down(self.act(self.up(x)))
 
 
 class Model(nn.Module):
@@ -201,13 +203,9 @@ def test_the_picture_goes_from_left_to_right_in_execution_order(tmp_path):
 
 
 def test_a_module_too_thin_to_be_drawn_keeps_its_place(tmp_path):
-    class Thin(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            return x
+    @module_of(lambda: {"scale": nn.Parameter(torch.ones(1))})
+    def Thin(self, x):
+        return x
 
     net = nn.Sequential(*(Thin() for _ in range(200)), nn.Linear(200, 200))
     report = plan(net, torch.ones(2, 200), pipeline_parallel_degree=2, memory_weight=1.0)

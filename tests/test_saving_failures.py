@@ -128,10 +128,8 @@ smp.save_checkpoint(sys.argv[1], "new", model=run.model, user_content=2)
 """
 
 
-def test_a_rank_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(KILLED)
-    with job(2, script, tmp_path / "saved") as running:
+def test_a_rank_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path, script):
+    with job(2, script(KILLED), tmp_path / "saved") as running:
         assert running.wait(60) != 0
 
     assert (tmp_path / "saved" / "newest").read_text() == "old_partial"

@@ -10,6 +10,8 @@ from torch import nn
 
 import smp
 from smp.pytorch.shared_memory import share_elements
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 BYTES = 96
@@ -52,34 +54,26 @@ def test_tensors_without_a_common_storage_share_nothing():
     assert not share_elements(a, torch.zeros(4).to_sparse())
 
 
-class Child(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, rest, changes):
-        if changes:
-            x.mul_(2)
-        return self.linear(x).sum() + sum(part.sum() for part in rest["parts"])
+@module_of(lambda: {"linear": nn.Linear(4, 4)})
+def Child(self, x, rest, changes):
+    if changes:
+        x.mul_(2)
+    return self.linear(x).sum() + sum(part.sum() for part in rest["parts"])
 
 
-class Parent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.child = Child()
-
-    def forward(self, x, how, changes):
-        x = x * 3 if how != "no grad" else (x * 3).detach()
-        other = {
-            "whole": lambda: x.view(4, 8),
-            "no grad": lambda: x[:, 4:6],
-            "halves": lambda: x[:, :4],
-            "clone": lambda: x.clone(),
-            "twice": lambda: None,
-        }[how]()
-        half = x[:, 4:]
-        parts = [x.sum(), half if other is None else other]
-        return self.child(half, rest={"parts": parts}, changes=changes)
+@module_of(lambda: {"child": Child()})
+def Parent(self, x, how, changes):
+    x = x * 3 if how != "no grad" else (x * 3).detach()
+    other = {
+        "whole": lambda: x.view(4, 8),
+        "no grad": lambda: x[:, 4:6],
+        "halves": lambda: x[:, :4],
+        "clone": lambda: x.clone(),
+        "twice": lambda: None,
+    }[how]()
+    half = x[:, 4:]
+    parts = [x.sum(), half if other is None else other]
+    return self.child(half, rest={"parts": parts}, changes=changes)
 
 
 def train(model, x, how, changes):
@@ -93,10 +87,7 @@ def begin():
     net = Parent()
     reference = Parent()
     reference.load_state_dict(net.state_dict())
-    smp.set_partition(net, 0)
-    smp.set_partition(net.child, 1)
-    smp.set_partition(net.child.linear, 1)
-    return smp.DistributedModel(net), reference, smp.step(train)
+    return distributed(net, {"": 0, "child": 1, "child.linear": 1}), reference, smp.step(train)
 
 
 @on_ranks(2)

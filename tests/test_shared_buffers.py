@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import smp
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 
@@ -80,17 +82,13 @@ def test_what_changes_it_is_on_one_rank(what):
 def test_modules_that_share_one_cannot_be_pinned_apart():
     init()
     net = Net("shared")
-    smp.set_partition(net.second, 1)
-    smp.set_partition(net.first, 0)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"second": 1, "first": 0})
     with pytest.raises(smp.PartitionError, match=r"share the buffer '(first|second)\.seen'"):
         step(model, torch.randn(4, 64))
 
 
 def pinned_apart(net) -> smp.DistributedModel:
-    smp.set_partition(net, 0)
-    smp.set_partition(net.second, 1)
-    return smp.DistributedModel(net)
+    return distributed(net, {"": 0, "second": 1})
 
 
 @on_ranks(2)
@@ -173,20 +171,15 @@ class Keeping(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Passing(nn.Module):
+@module_of(lambda how, to: {"first": Keeping(how), "second": Keeping(how), "to": to})
+def Passing(self, x):
     """Passes its children's buffers on, and never looks at one that changes."""
-
-    def __init__(self, how, to):
-        super().__init__()
-        self.first, self.second, self.to = Keeping(how), Keeping(how), to
-
-    def forward(self, x):
-        x = self.second(self.first(x))
-        its = self.second.kept
-        assert its.shape == (64,) and its.dtype == x.dtype and its.dim() == 1
-        if self.to == "its module":
-            return self.second(x, {"it": its}, self.second.fixed, of=[its])
-        return self.second(x, {"it": self.first.kept}, self.first.fixed)
+    x = self.second(self.first(x))
+    its = self.second.kept
+    assert its.shape == (64,) and its.dtype == x.dtype and its.dim() == 1
+    if self.to == "its module":
+        return self.second(x, {"it": its}, self.second.fixed, of=[its])
+    return self.second(x, {"it": self.first.kept}, self.first.fixed)
 
 
 @on_ranks(2)
@@ -245,14 +238,10 @@ class Removing(Keeping):
         return super().forward(x)
 
 
-class GivesBack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), Removing()
-
-    def forward(self, x):
-        x = self.second(self.first(x))
-        return self.second(x, self.second.kept)
+@module_of(lambda: {"first": nn.Linear(64, 64), "second": Removing()})
+def GivesBack(self, x):
+    x = self.second(self.first(x))
+    return self.second(x, self.second.kept)
 
 
 @on_ranks(2)

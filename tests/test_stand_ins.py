@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import smp
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 
 KINDS = ["remote", "a run", "gated", "checkpointed", "gated and checkpointed"]
@@ -100,14 +101,9 @@ def remake(cls: type, modules: list[nn.Module], note: str) -> nn.Module:
 CLASSES = [Plain, Stateful, Reduced, Copied, Closing, Argued, Slotted]
 
 
-class Root(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.first = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(self.first(x))
+@module_of(lambda inner: {"inner": inner, "first": nn.Linear(2, 2)})
+def Root(self, x: torch.Tensor) -> torch.Tensor:
+    return self.inner(self.first(x))
 
 
 def partitioned(kind: str, cls: type) -> nn.Module:

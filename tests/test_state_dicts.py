@@ -10,6 +10,7 @@ import smp
 from smp.ranks import CommGroup
 from smp.saving import optimizer_state, state_dicts
 from smp.saving.replica import Replica
+from tests.models.partition import distributed
 from tests.models.trained import (
     OPTIMIZERS,
     PlainRun,
@@ -63,9 +64,7 @@ def test_a_module_with_two_names_has_one_state():
     smp.init({"pipeline_parallel_degree": 2})
     net = TwoNames()
     names = list(net.norm.state_dict())
-    smp.set_partition(net, 0)
-    smp.set_partition(net.norm, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "norm": 1})
 
     @smp.step
     def step(model, x):
@@ -399,8 +398,7 @@ class Sparse(torch.nn.Module):
 def test_a_full_dict_has_another_ranks_sparse_buffers():
     init(2)
     net, plain = torch.nn.Sequential(torch.nn.Linear(4, 4), Sparse()), Sparse()
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"1": 1})
     smp.step(lambda model, x: model(x))(model, torch.ones(4, 4))
 
     full = model.state_dict()
@@ -458,9 +456,7 @@ class Versioned(nn.Module):
 def versioned():
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 4), Versioned())
-    smp.set_partition(net, 0)
-    smp.set_partition(net[1], 1)
-    return net, smp.DistributedModel(net)
+    return net, distributed(net, {"": 0, "1": 1})
 
 
 @smp.step

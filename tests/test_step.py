@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 import smp
 from smp import _core
 from smp.runtime import thread_state
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.compare import (
     assert_close,
@@ -93,28 +95,17 @@ class Layer(nn.Linear):
         return Noted.apply(y, self.backward_notes)
 
 
-class Far(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.there = Layer()
-        self.back = Layer()
-
-    def forward(self, x: Tensor, mode: str = "nothing") -> Tensor:
-        x = self.there(x)
-        with MODES[mode]():
-            return self.back(x)
+@module_of(lambda: {"there": Layer(), "back": Layer()})
+def Far(self, x: Tensor, mode: str = "nothing") -> Tensor:
+    x = self.there(x)
+    with MODES[mode]():
+        return self.back(x)
 
 
-class Net(nn.Module):
+@module_of(lambda: {"near": Layer(), "far": Far()})
+def Net(self, x: Tensor, mode: str = "nothing") -> Tensor:
     """``far`` may be on another rank; its child ``back`` is on rank 0 again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.near = Layer()
-        self.far = Far()
-
-    def forward(self, x: Tensor, mode: str = "nothing") -> Tensor:
-        return self.far(self.near(x), mode)
+    return self.far(self.near(x), mode)
 
 
 class Alone:
@@ -623,9 +614,7 @@ def test_a_step_leaves_the_scripts_random_numbers_alike_whatever_its_modules_dra
     """Data that are drawn after it are the same on every rank, wherever modules are."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = nn.ModuleList([Draws(WIDTH, WIDTH), Draws(WIDTH, WIDTH)])
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, 1])
 
     @smp.step
     def step(model, x, counts):
@@ -648,14 +637,9 @@ def test_a_step_leaves_the_scripts_random_numbers_alike_whatever_its_modules_dra
 class Shared(nn.Module):
     """``near`` is called by the root, and by ``far`` on another rank."""
 
-    class Far(nn.Module):
-        def __init__(self, near: nn.Module) -> None:
-            super().__init__()
-            self.there = nn.Linear(WIDTH, WIDTH)
-            self.near = near
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.near(torch.tanh(self.there(x)))
+    @module_of(lambda near: {"there": nn.Linear(WIDTH, WIDTH), "near": near})
+    def Far(self, x: Tensor) -> Tensor:
+        return self.near(torch.tanh(self.there(x)))
 
     def __init__(self) -> None:
         super().__init__()
@@ -678,9 +662,7 @@ def test_gradients_of_each_backward_of_a_microbatch_are_summed_by_themselves():
     net = Shared()
     reference = copy.deepcopy(net)
     rank_of = {"": 0, "near": 0, "far": 1, "far.there": 1}
-    for path, rank in rank_of.items():
-        smp.set_partition(net.get_submodule(path), rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, rank_of)
     step = smp.step(several_backwards)
     for _ in range(3):  # into gradients that are there
         x = torch.randn(5, WIDTH)
@@ -717,9 +699,7 @@ def test_a_graph_whose_backward_never_came_is_gone_after_the_step():
     """Even if the script keeps the output, on whose other rank the graph was."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Keeping(WIDTH, WIDTH))
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, 1])
     outputs = []
 
     @smp.step(detach_outputs=False)

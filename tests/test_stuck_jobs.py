@@ -16,15 +16,13 @@ from torch import nn
 
 import smp
 from smp.job import interrupts
+from tests.models.jobs import chain, train
 from tests.ranks import job, mpirun, on_ranks
 
 SIGNALS = 20
 
 STUCK = """
-import ctypes, os, signal, sys, threading, time
-import torch
-from torch import nn
-import smp
+from tests.models.jobs import *
 
 # The first backward with a gradient of its own imports half a second of modules.
 torch.ones(1, requires_grad=True).sum().backward(torch.ones(()))
@@ -37,18 +35,7 @@ class Part(nn.Linear):
             {how}
         return super().forward(x)
 
-smp.init({{"pipeline_parallel_degree": 2, "microbatches": 2, "watchdog_report_s": 0.5}})
-net = nn.Sequential(nn.Linear(16, 16), Part(16, 16))
-smp.set_partition(net[0], 0)
-smp.set_partition(net[1], 1)
-model = smp.DistributedModel(net)
-
-@smp.step
-def train(model, x):
-    loss = model(x).pow(2).mean()
-    model.backward(loss)
-    return loss
-
+model = chain(nn.Linear(16, 16), Part(16, 16), microbatches=2, watchdog_report_s=0.5)
 for _ in range(100):
     train(model, torch.randn(16, 16))
 print("finished")
@@ -64,12 +51,9 @@ WAYS = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_watchdog_says_who_waits_for_whom_and_ends_the_job_when_told_to(tmp_path, way):
+def test_the_watchdog_says_who_waits_for_whom_and_ends_the_job_when_told_to(script, way):
     """Request, module path, microbatch, phase, since when, and stacks."""
-    script = tmp_path / "train.py"
-    script.write_text(STUCK.format(how=WAYS[way]))
-
-    done = mpirun(2, script, env={"SMP_WATCHDOG_END_S": "4"})
+    done = mpirun(2, script(STUCK.format(how=WAYS[way])), env={"SMP_WATCHDOG_END_S": "4"})
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
@@ -102,12 +86,9 @@ else:
 """
 
 
-def test_calls_that_wait_for_each_other_are_named_by_each_rank(tmp_path):
+def test_calls_that_wait_for_each_other_are_named_by_each_rank(script):
     """Each rank says in which call it waits, and for whom."""
-    script = tmp_path / "train.py"
-    script.write_text(ORDERS)
-
-    done = mpirun(2, script)
+    done = mpirun(2, script(ORDERS))
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
@@ -158,14 +139,9 @@ smp.barrier()
     ],
     ids=["slices", "pipeline", "replicas"],
 )
-def test_a_step_of_one_rank_alone_is_told_on_both_sides(
-    tmp_path, config, backward, rank, waits
-):
+def test_a_step_of_one_rank_alone_is_told_on_both_sides(script, config, backward, rank, waits):
     """Each rank's report names both places, and the job ends when told to."""
-    script = tmp_path / "train.py"
-    script.write_text(ALONE.format(config=config, backward=backward))
-
-    done = mpirun(2, script)
+    done = mpirun(2, script(ALONE.format(config=config, backward=backward)))
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
@@ -185,10 +161,8 @@ def test_a_step_of_one_rank_alone_is_told_on_both_sides(
     assert waits in reports[rank.format(1)], said
 
 
-def test_a_rank_that_never_comes_is_named_by_who_waits(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        """
+def test_a_rank_that_never_comes_is_named_by_who_waits(script):
+    path = script("""
 import threading
 import smp
 
@@ -196,10 +170,9 @@ smp.init({"watchdog_report_s": 1, "watchdog_end_s": 2})
 if smp.rank() == 1:
     threading.Event().wait()
 smp.barrier()
-"""
-    )
+""")
 
-    done = mpirun(2, script)
+    done = mpirun(2, path)
 
     said = done.stdout + done.stderr
     assert done.returncode != 0
@@ -211,15 +184,7 @@ def deadlock(**config) -> str:
     """What a schedule fails with that ends microbatch 1 before it starts microbatch 0: these
     pass a module with buffers in order."""
     turns = [(1, "forward"), (1, "backward"), (0, "forward"), (0, "backward")]
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": turns, **config})
-    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
-
-    @smp.step
-    def train(model, x):
-        model.backward(model(x).sum())
+    model = chain(nn.Linear(8, 8), nn.BatchNorm1d(8), microbatches=2, pipeline=turns, **config)
 
     with pytest.raises(RuntimeError, match="a deadlock") as caught:
         train(model, torch.randn(8, 8))
@@ -271,15 +236,7 @@ def test_ctrl_c_at_any_instant_interrupts_the_step_on_every_rank(interrupted):
             inside.set()
             return super().forward(x)
 
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    net = nn.Sequential(Watched(8, 8), Watched(8, 8))
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
-
-    @smp.step
-    def train(model, x):
-        model.backward(model(x).sum())
+    model = chain(Watched(8, 8), Watched(8, 8), microbatches=2)
 
     def interrupt():
         numbers = random.Random(1)
@@ -334,16 +291,11 @@ def test_sigterm_in_a_step_is_an_interrupt_as_well(terminated):
                 assert heard.wait(30)  # else the step may be over by then
             return super().forward(x)
 
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    net = nn.Sequential(Terminated(8, 8), Terminated(8, 8))
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
-    train = smp.step(lambda model, x: model.backward(model(x).sum()))
+    model = chain(Terminated(8, 8), Terminated(8, 8), microbatches=2)
     x = torch.randn(8, 8)
     train(model, x)
 
-    net[smp.pp_rank()].now = smp.pp_rank() == terminated
+    model.module[smp.pp_rank()].now = smp.pp_rank() == terminated
     interrupts._terminated = handler
     try:
         with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
@@ -360,12 +312,7 @@ def test_a_limit_without_end_is_none(tmp_path):
     """``inf`` means never: neither a report at once nor the end of the job."""
     told = tmp_path / f"told {os.environ['OMPI_COMM_WORLD_RANK']}"
     never = {"watchdog_report_s": float("inf"), "watchdog_end_s": float("inf")}
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **never})
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
-    train = smp.step(lambda model, x: model.backward(model(x).sum()))
+    model = chain(nn.Linear(8, 8), nn.Linear(8, 8), microbatches=2, **never)
     errors = os.dup(sys.stderr.fileno())
     try:
         with told.open("wb") as file:
@@ -404,17 +351,12 @@ def test_two_signals_right_after_each_other_are_one_wish():
         (both if first.is_set() else first).set()
         raise KeyboardInterrupt(f"number {len(handled)}")
 
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    net = nn.Sequential(Waits(8, 8), Waits(8, 8))
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
-    train = smp.step(lambda model, x: model.backward(model(x).sum()))
+    model = chain(Waits(8, 8), Waits(8, 8), microbatches=2)
     x = torch.randn(8, 8)
     train(model, x)
     before = signal.signal(signal.SIGINT, handler)
     try:
-        net[smp.pp_rank()].now = smp.pp_rank() == 1
+        model.module[smp.pp_rank()].now = smp.pp_rank() == 1
         with pytest.raises(KeyboardInterrupt, match="number 1"):
             train(model, x)
     finally:
@@ -425,10 +367,7 @@ def test_two_signals_right_after_each_other_are_one_wish():
 
 
 TWICE = """
-import os, signal, threading
-import torch
-from torch import nn
-import smp
+from tests.models.jobs import *
 
 class Part(nn.Linear):
     def forward(self, x):
@@ -441,22 +380,15 @@ def handler(number, frame):
     print("interrupted", flush=True)
     raise KeyboardInterrupt
 
-smp.init({"pipeline_parallel_degree": 2})
+model = chain(nn.Linear(8, 8), Part(8, 8))
 signal.signal(signal.SIGINT, handler)
-net = nn.Sequential(nn.Linear(8, 8), Part(8, 8))
-smp.set_partition(net[0], 0)
-smp.set_partition(net[1], 1)
-model = smp.DistributedModel(net)
 smp.step(lambda model, x: model(x))(model, torch.randn(4, 8))
 """
 
 
-def test_a_second_interrupt_ends_at_once(tmp_path):
+def test_a_second_interrupt_ends_at_once(script):
     """The first waits for the module that runs to come to its end; the second does not."""
-    script = tmp_path / "train.py"
-    script.write_text(TWICE)
-
-    with job(2, script) as process:
+    with job(2, script(TWICE)) as process:
         lines = iter(process.stdout.readline, "")
         pid = next(int(line.split()[1]) for line in lines if line.startswith("waits"))
         os.kill(pid, signal.SIGINT)

@@ -30,8 +30,10 @@ from smp.tensor_parallel import group
 from smp.tensor_parallel.backward import step_end
 from smp.tensor_parallel.rows import regions, same_samples
 from tests.devices import DEVICES, use
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
-from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+from tests.reference.whole_job import WholeJob, assert_near, in_float64, split_over_all_ranks
 
 VOCABULARY = 61
 
@@ -39,8 +41,7 @@ VOCABULARY = 61
 def small_gpt2(heads: int = 3, marks: dict | None = None, **options: Any) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     config = GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=16,
@@ -77,19 +78,6 @@ def next_token_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 # ----------------------------------------------------------------------------- equality
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@on_ranks(2, 3, timeout_s=120)
-def test_gpt2_equals_the_plain_model(attention):
-    """Losses, gradients, norms and parameters; uneven samples, lengths, heads, padding."""
-    split_over_all_ranks()
-    job = WholeJob(small_gpt2(attn_implementation=attention), next_token_loss, tokens)
-    split = [one.path for one in job.model._smp_split if not one.reason]
-    assert split == [f"transformer.h.{i}.{part}" for i in (0, 1) for part in ("attn", "mlp")]
-    for step in range(3):
-        job.step(step, max_norm=0.3)
-    job.check_parameters()
-
-
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("config", [{}, {"pipeline_parallel_degree": 2}, {"ddp": True}])
 @on_ranks(4, timeout_s=120)
@@ -103,10 +91,7 @@ def test_on_an_accelerator(config, device):
         small_gpt2(heads=5),
         next_token_loss,
         lambda rank, step: tokens(rank, step, uneven=not config),
-    )
-    for step in range(2):
-        job.step(step, max_norm=0.3)
-    job.check_parameters()
+    ).run(2, max_norm=0.3)
     assert {p.device.type for p in job.model.local_parameters()} == {on.type}
 
 
@@ -154,10 +139,7 @@ def test_gpt2_in_a_pipeline_equals_the_plain_model(pipeline):
         ids, mask = tokens(rank, step, masked=False)
         return ids.repeat(3, 1), mask.repeat(3, 1)
 
-    job = WholeJob(small_gpt2(), next_token_loss, batch)
-    for step in range(3):
-        job.step(step, max_norm=0.3)
-    job.check_parameters()
+    job = WholeJob(small_gpt2(), next_token_loss, batch).run(3, max_norm=0.3)
     owners = {job.model.get_module_partition(f"transformer.h.{i}.mlp") for i in (0, 1)}
     assert owners == {0, 1}
     for i in (0, 1):
@@ -179,18 +161,7 @@ def test_embeddings_are_split_where_the_user_says_so():
     assert net.lm_head.weight is net.transformer.wte.weight
     assert slices_of(net.lm_head.weight).axis == 0  # rows: 61 of them
     assert slices_of(net.transformer.wpe.weight).axis == 1
-    for step in range(3):
-        job.step(step, max_norm=0.3)
-    job.check_parameters()
-
-
-@on_ranks(2, timeout_s=120)
-def test_ten_steps_of_adamw():
-    smp.init({"tensor_parallel_degree": 2})
-    job = WholeJob(small_gpt2(), next_token_loss, tokens)
-    for step in range(10):
-        job.step(step)
-    job.check_parameters()
+    job.run(3, max_norm=0.3)
 
 
 @on_ranks(2, timeout_s=120)
@@ -268,22 +239,16 @@ def test_torchs_clipping_is_by_the_models_norm():
     assert_near(imported_early([weight], 1.0), torch.tensor(3 * 2**0.5), "norm")
 
 
-class TwoHalves(nn.Module):
+@module_of(lambda: {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
+def TwoHalves(self, x: Tensor) -> Tensor:
     """Only one of them is split; each on another pp_rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
+    return self.second(torch.tanh(self.first(x)))
 
 
 @on_ranks(4, timeout_s=120)
 def test_a_stage_without_slices_clips_with_the_others():
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     net = TwoHalves()
     smp.set_tensor_parallelism(net.second)
     smp.set_partition(net.first, 0)
@@ -298,21 +263,6 @@ def test_a_stage_without_slices_clips_with_the_others():
     got = nn.utils.clip_grad_norm_(job.model.local_parameters(), 0.01)
     assert_near(got, want, "norm")
     job.check_gradients()
-
-
-@on_ranks(2, 3, timeout_s=120)
-def test_ranks_that_are_fed_the_same_batch():
-    """``prescaled_batch``: the plain model over the RDP_GROUP's batches, here one."""
-    split_over_all_ranks(prescaled_batch=True)
-
-    def same(rank: int, step: int) -> tuple:
-        return tokens(1, step)
-
-    net = small_gpt2()
-    job = WholeJob(net, next_token_loss, same)
-    for step in range(3):
-        job.step(step, max_norm=0.3)
-    job.check_parameters()
 
 
 @on_ranks(2, timeout_s=120)
@@ -337,8 +287,7 @@ def test_other_inputs_of_a_step_are_refused_in_a_pipeline(what):
     )
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     smp.set_tensor_parallelism(net)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"1": 1})
 
     @smp.step
     def train(model, x, *more):
@@ -662,24 +611,6 @@ def test_state_of_another_shape_than_the_parameters_stays_as_it_is():
     job.optimizer.load_state_dict(copy.deepcopy(job.plain_optimizer.state_dict()))
     job.step(1)
     job.check_parameters()
-
-
-@on_ranks(2)
-def test_one_number_is_no_slice_of_length_1():
-    smp.init({"tensor_parallel_degree": 2})
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    smp.set_tensor_parallelism(net[1], by_outputs=True)
-    model = smp.DistributedModel(net)
-    optimizer = smp.DistributedOptimizer(Scaling(model.parameters(), lr=0.1, momentum=0.9))
-    model.backward(model(torch.ones(2, 4)).square().sum())
-    optimizer.step()
-    assert list(net[1].bias.shape) == [1]
-    state = optimizer.state_dict()["state"]
-    shapes = {key: [list(one[key].shape) for one in state.values()] for key in state[0]}
-    assert shapes == {
-        "momentum_buffer": [[4, 4], [4], [2, 4], [2]],
-        "scale": [[1, 1], [1], [1, 1], [1]],
-    }
 
 
 @on_ranks(2, timeout_s=120)
@@ -1081,9 +1012,7 @@ def test_a_model_whose_values_are_delayed(pipeline):
     job = WholeJob(net, loss, tokens)
     job.plain = plain
     job.plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(2):
-        job.step(step, max_norm=0.3)
-    job.check_parameters()
+    job.run(2, max_norm=0.3)
     weight = net.transformer.h[0].attn.c_attn.weight
     assert slices_of(weight) is not None and not weight.is_meta
 
@@ -1106,6 +1035,4 @@ def test_a_whole_state_is_loaded_before_delayed_values_are_made():
     rest = {other: value for other, value in given.items() if other != name}
     assert job.model.load_state_dict(rest, strict=False).missing_keys == [name]
     assert not any(job.model.load_state_dict(given))
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    job.run(2)

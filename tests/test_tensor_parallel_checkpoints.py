@@ -18,7 +18,7 @@ import smp
 from smp.slicing.slices import slices_of
 from tests.models.trained import assert_same, snapshot, two_groups
 from tests.ranks import call_on_ranks, on_ranks
-from tests.reference.whole_job import assert_near
+from tests.reference.whole_job import assert_near, in_float64
 from tests.test_tensor_parallel import small_gpt2
 
 VOCABULARY = 23
@@ -96,8 +96,7 @@ class Run:
     """A model that is split, and AdamW with two groups."""
 
     def __init__(self, kind: str, seed: int = 0) -> None:
-        torch.set_default_dtype(torch.float64)
-        torch.manual_seed(seed)
+        in_float64(seed)
         self.model = smp.DistributedModel(MODELS[kind]())
         adamw = torch.optim.AdamW(two_groups(self.model), lr=0.01, weight_decay=0.1)
         self.optimizer = smp.DistributedOptimizer(adamw)

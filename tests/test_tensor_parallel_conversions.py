@@ -11,25 +11,25 @@ from torch import Tensor, nn
 
 import smp
 from smp.slicing.slices import Slices, mark, slices_of
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near
 
 WORDS, WIDTH = 11, 6
 
 
-class Net(nn.Module):
+@module_of(
+    lambda: {
+        "table": nn.Embedding(WORDS, WIDTH),
+        "first": nn.Linear(WIDTH, 7),
+        "norm": nn.LayerNorm(7),
+        "second": nn.Linear(7, WORDS),
+        "scale": nn.Buffer(torch.arange(1.0, 8)),
+    }
+)
+def Net(self, ids: Tensor) -> Tensor:
     """What is cut by inputs, by outputs and by rows; what is whole; a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(WORDS, WIDTH)
-        self.first = nn.Linear(WIDTH, 7)
-        self.norm = nn.LayerNorm(7)
-        self.second = nn.Linear(7, WORDS)
-        self.register_buffer("scale", torch.arange(1.0, 8))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.second(self.norm(self.first(self.table(ids))) * self.scale.sum())
+    return self.second(self.norm(self.first(self.table(ids))) * self.scale.sum())
 
 
 def made() -> Net:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import smp
 from tests.ranks import call_on_ranks
+from tests.reference.whole_job import in_float64
 
 MICROBATCHES = 3
 STEPS = 2
@@ -151,8 +152,7 @@ def trained(
             "pipeline": pipeline,
         }
     )
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(5)
+    in_float64(5)
     net = MODELS[kind]()
     model = smp.DistributedModel(net)
     if checkpointed:

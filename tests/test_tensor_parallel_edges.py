@@ -13,29 +13,30 @@ import smp
 from smp.tensor_parallel import group
 from smp.tensor_parallel.splits import replacement
 from tests import test_distributed_transformer as transformers_of_ours
-from tests import test_tensor_parallel_families as families
-from tests import test_tensor_parallel_families2 as others
 from tests import test_tensor_parallel_modules as modules
+from tests.models import families
+from tests.models.modules import module_of
 from tests.models.real import REAL
 from tests.ranks import on_ranks
 from tests.reference import transformer as plain_transformer
-from tests.reference.whole_job import WholeJob, assert_near, own, split_over_all_ranks
+from tests.reference.whole_job import (
+    WholeJob,
+    assert_near,
+    in_float64,
+    own,
+    split_over_all_ranks,
+)
 from tests.test_tensor_parallel_modules import Gate, SplitGate, marked, rows_of, squares
 
 # -------------------------------------------------------------------------- buffers
 
 
-class Normalised(nn.Module):
+@module_of(
+    lambda: {"first": nn.Linear(5, 7), "norm": nn.BatchNorm1d(7), "last": nn.Linear(7, 3)}
+)
+def Normalised(self, x: Tensor) -> Tensor:
     """Split linears with statistics between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 7)
-        self.norm = nn.BatchNorm1d(7)
-        self.last = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.norm(self.first(x))))
+    return self.last(torch.tanh(self.norm(self.first(x))))
 
 
 class OwnStatistics(WholeJob):
@@ -162,30 +163,28 @@ def test_what_has_fewer_of_an_axis_than_there_are_ranks_stays_whole():
     assert reasons == {"first": "", **dict.fromkeys(whole, small)}
     report = str(job.model.partition_report())
     assert all(f"{path}" in report for path in whole) and small in report
-    for step in range(2):
-        job.step(step, max_norm=0.05)
-    job.check_parameters()
+    job.run(2, max_norm=0.05)
 
 
 SMALL_REGIONS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mlp": (
-        lambda: families.small("gpt2", n_inner=2),
+        lambda: families.made("gpt2", n_inner=2),
         "'transformer.h.0.mlp' of class GPT2MLP",
     ),
     "feed-forward": (
-        lambda: families.small("bert", intermediate_size=2),
+        lambda: families.made("bert", intermediate_size=2),
         "'bert.encoder.layer.0' of class BertLayer",
     ),
     "heads": (
-        lambda: others.llama(heads=2, shared=2),
+        lambda: families.made("llama", num_attention_heads=2, num_key_value_heads=2),
         "'model.layers.0.self_attn' of class LlamaAttention",
     ),
     "queries": (
-        lambda: others.llama(heads=2, shared=1),
+        lambda: families.made("llama", num_attention_heads=2, num_key_value_heads=1),
         "'model.layers.0.self_attn' of class LlamaAttention",
     ),
     "experts": (
-        lambda: others.mixtral(channels=2),
+        lambda: families.made("mixtral", intermediate_size=2),
         "'model.layers.0.mlp.experts' of class MixtralExperts",
     ),
 }
@@ -203,25 +202,21 @@ def test_a_region_with_fewer_of_them_than_ranks_is_named(kind):
 
 @on_ranks(3)
 def test_a_region_that_is_told_to_stay_whole_may_be_small(monkeypatch):
-    families.in_float64("gpt2", monkeypatch)
+    families.compute_in_float64(monkeypatch, "gpt2")
     split_over_all_ranks()
-    net = families.small("gpt2", n_inner=2)
+    net = families.made("gpt2", n_inner=2)
     for block in net.transformer.h:
         smp.set_tensor_parallelism(block.mlp, False)
-    job = families.whole_job(net)
+    job = families.whole_job("gpt2", net)
     job.step(0)
 
 
 # --------------------------------------------------------------------- registered classes
 
 
-class Late(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gate(x)
+@module_of(lambda width: {"gate": nn.Linear(width, width)})
+def Late(self, x: Tensor) -> Tensor:
+    return self.gate(x)
 
 
 class LateThere(Late, smp.nn.DistributedModule):
@@ -307,8 +302,7 @@ def test_a_slice_of_the_vectors_is_of_a_table_that_is_cut_along_the_dimension():
 
 
 def of_ours(optimize: str) -> tuple[nn.Module, nn.Module]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     sizes = {**transformers_of_ours.LM, **transformers_of_ours.GPT}
     net = smp.nn.DistributedTransformerLMHead(**sizes, optimize=optimize)
     del sizes["embedding_dropout_prob"]
@@ -337,10 +331,8 @@ LAYOUTS: dict[str, Callable[[], WholeJob]] = {
     "tied": lambda: WholeJob(marked(modules.Tied), language, modules.picks),
     "by rows, by outputs": lambda: WholeJob(by_rows(), squares, modules.repeated),
     "registered": lambda: WholeJob(marked(modules.Gates), squares, gates),
-    "region": lambda: families.whole_job(families.small("gpt2")),
-    "heads of keys": lambda: WholeJob(
-        others.made("llama, 1 head of keys"), others.next_token_loss, others.tokens
-    ),
+    "region": lambda: families.whole_job("gpt2"),
+    "heads of keys": lambda: families.whole_job("llama, 1 head of keys"),
     **{
         optimize: lambda optimize=optimize: of_language(*of_ours(optimize))
         for optimize in ("speed", "memory", "channels")
@@ -358,7 +350,7 @@ def of_language(net: nn.Module, plain: nn.Module) -> WholeJob:
 def test_ten_steps_equal_the_plain_models(layout, monkeypatch):
     split_over_all_ranks()
     if layout == "heads of keys":
-        others.compute_in_float64(monkeypatch, "llama")
+        families.compute_in_float64(monkeypatch, "llama")
     if layout == "registered":
         monkeypatch.setattr(replacement, "_registered", {})
         smp.tp_register_with_module(
@@ -366,9 +358,7 @@ def test_ten_steps_equal_the_plain_models(layout, monkeypatch):
         )
     job = LAYOUTS[layout]()
     before = {name: p.detach().clone() for name, p in job.plain.named_parameters()}
-    for step in range(10):
-        job.step(step, max_norm=0.3)
-    job.check_parameters()
+    job.run(10, max_norm=0.3)
     whole = job.model.state_dict()
     for name, value in job.plain.named_parameters():
         assert_near(whole[name], value, name, scale=max(0.1, value.abs().max().item()))
@@ -395,6 +385,4 @@ def test_a_retrieval_model_that_is_split(marks):
     job = WholeJob(net, lambda model, *batch: model(*batch)[0], batch)
     split = {one.path for one in job.model._smp_split if not one.reason}
     assert "encoder.embedding" in split and ("reader.network.0" in split) == (len(marks) == 2)
-    for step in range(3):
-        job.step(step, max_norm=0.05)
-    job.check_parameters()
+    job.run(3, max_norm=0.05)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import smp
 from smp.nn import vocabulary_parallel_cross_entropy
 from smp.slicing.slices import slices_of
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -50,15 +51,11 @@ class Tied(nn.Module):
         return vocabulary_parallel_cross_entropy(self.head, hidden, labels)
 
 
-class Alone(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(5, CLASSES)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return vocabulary_parallel_cross_entropy(
-            self.head, x, labels, ignore_index=3, label_smoothing=0.2
-        )
+@module_of(lambda: {"head": nn.Linear(5, CLASSES)})
+def Alone(self, x: Tensor, labels: Tensor) -> Tensor:
+    return vocabulary_parallel_cross_entropy(
+        self.head, x, labels, ignore_index=3, label_smoothing=0.2
+    )
 
 
 def made(make: Any, dtype: torch.dtype = torch.float64, **marks: Any) -> Any:
@@ -95,9 +92,7 @@ def test_a_classifier_equals_the_plain_one(reduction, smoothing):
     job = WholeJob(net, own_loss, labelled)
     assert slices_of(job.net.head.weight).axis == 0
     assert slices_of(job.net.trunk.weight).axis == 1
-    for step in range(3):
-        job.step(step, max_norm=0.05)
-    job.check_parameters()
+    job.run(3, max_norm=0.05)
 
 
 def class_weights() -> Tensor:
@@ -140,10 +135,7 @@ def test_class_weights(same):
             of_all = functools.partial(Classifier, weight=class_weights(), **options)
             of_own = functools.partial(OwnClasses, **options)
             for net in (made(of_all), made(of_own, by_outputs=True)):
-                job = WholeJob(net, own_loss, batch)
-                for step in range(2):
-                    job.step(step)
-                job.check_parameters()
+                job = WholeJob(net, own_loss, batch).run(2)
                 assert slices_of(job.net.head.weight).axis == 0
 
 
@@ -173,20 +165,14 @@ def test_heads_that_are_split_otherwise(tied):
         return (labels.abs() % CLASSES, labels) if tied else (x, labels.where(labels >= 0, 3))
 
     net = made(Tied) if tied else made(Alone, by_outputs=True)
-    job = WholeJob(net, own_loss, batch)
-    for step in range(2):
-        job.step(step, max_norm=0.05)
-    job.check_parameters()
+    WholeJob(net, own_loss, batch).run(2, max_norm=0.05)
 
 
 @on_ranks(2, 3)
 def test_ranks_that_are_fed_the_same_batch():
     split_over_all_ranks(prescaled_batch=True)
     net = made(lambda: Classifier(label_smoothing=0.1))
-    job = WholeJob(net, own_loss, lambda rank, step: labelled(1, step))
-    for step in range(3):
-        job.step(step, max_norm=0.05)
-    job.check_parameters()
+    WholeJob(net, own_loss, lambda rank, step: labelled(1, step)).run(3, max_norm=0.05)
 
 
 @pytest.mark.parametrize("owner", [0, 1])
@@ -197,10 +183,9 @@ def test_a_head_in_a_pipeline(owner):
     net = made(Classifier)
     smp.set_partition(net.head, owner)
     smp.set_partition(net.loss, 0)
-    job = WholeJob(net, own_loss, lambda rank, step: labelled(rank, step, 6))
-    for step in range(2):
-        job.step(step, max_norm=0.05)
-    job.check_parameters()
+    job = WholeJob(net, own_loss, lambda rank, step: labelled(rank, step, 6)).run(
+        2, max_norm=0.05
+    )
     assert job.model.get_module_partition("head") == owner
 
 
@@ -218,12 +203,9 @@ def test_a_rank_may_leave_the_loss_out():
         hidden, loss = model(x, labels)
         return loss if uses else hidden.square().mean()
 
-    job = WholeJob(
+    WholeJob(
         made(WithHidden), used, lambda rank, step: (*labelled(rank, step), rank != step)
-    )
-    for step in range(3):
-        job.step(step)
-    job.check_parameters()
+    ).run(3)
 
 
 @on_ranks(2, 3)
@@ -234,10 +216,7 @@ def test_a_checkpointed_loss():
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return checkpoint(self.loss, self.trunk(x), labels, use_reentrant=False)
 
-    job = WholeJob(made(Checkpointed), own_loss, labelled)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    WholeJob(made(Checkpointed), own_loss, labelled).run(2)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

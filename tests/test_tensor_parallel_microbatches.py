@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import smp
 from tests import test_distributed_transformer as transformer
-from tests import test_tensor_parallel_families as families
-from tests import test_tensor_parallel_families2 as families2
+from tests.models import families
 from tests.ranks import on_ranks
-from tests.reference.whole_job import Batch, Loss, WholeJob
+from tests.reference.whole_job import Batch, WholeJob
 
 MICROBATCHES = 3
 PIPELINES = pytest.mark.parametrize("pipeline", [1, 2])
@@ -57,46 +55,19 @@ def uneven(batch: Batch) -> Batch:
     return of_rank
 
 
-def check(net: nn.Module, loss: Loss, batch: Batch) -> None:
-    job = WholeJob(net, loss, batch)
-    for step in range(2):
-        job.step(step, max_norm=0.3)
-    job.check_parameters()
-
-
 @PIPELINES
 @pytest.mark.parametrize("name", families.FAMILIES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(7)
 @on_ranks(4, timeout_s=120)
 def test_microbatches_of_a_family(name, pipeline, monkeypatch):
-    families.in_float64(name, monkeypatch)
-    begin(pipeline)
-    net = families.small(name)
-
-    def batch(rank: int, step: int) -> tuple:
-        ids = torch.randint(
-            1,
-            families.VOCABULARY,
-            (samples_of(rank), 6 + rank % 2),
-            generator=torch.Generator().manual_seed(100 * step + rank),
-        )
-        mask = torch.ones_like(ids)
-        mask[-1, -2:] = 0  # of one microbatch alone
-        return ({"input_ids": ids, "attention_mask": mask},)
-
-    check(net, families.token_loss, batch)
-
-
-@PIPELINES
-@pytest.mark.parametrize("family", families2.FAMILIES)
-@pytest.mark.sample(4)
-@on_ranks(4, timeout_s=120)
-def test_microbatches_of_other_families(family, pipeline, monkeypatch):
     """Mixtral's loss is not a mean over samples: each microbatch has its own."""
-    families2.compute_in_float64(monkeypatch, family)
+    families.compute_in_float64(monkeypatch, name)
     begin(pipeline)
-    one = families2.FAMILIES[family]
-    check(families2.made(family), one.loss, uneven(one.batch))
+
+    def batch(rank: int, step: int) -> families.Batch:
+        return families.batch_of(name, rank, step, samples_of(rank))
+
+    WholeJob(families.made(name), families.loss, batch).run(2, max_norm=0.3)
 
 
 @PIPELINES

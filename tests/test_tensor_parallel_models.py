@@ -46,10 +46,7 @@ def outcome(seed: int, prescaled: bool) -> str:
     """
     torch.manual_seed(seed)
     try:
-        job = WholeJob(Model(seed), squares, alike if prescaled else batch, sgd)
-        for step in range(2):
-            job.step(step)
-        job.check_parameters()
+        job = WholeJob(Model(seed), squares, alike if prescaled else batch, sgd).run(2)
         if smp.pp_size() == 1:
             (ids,) = job.batch(smp.dp_rank(), 5)
             job.model.eval()

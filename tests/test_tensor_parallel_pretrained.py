@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from tests import test_tensor_parallel_families as first
-from tests import test_tensor_parallel_families2 as second
+from tests.models import families
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, split_over_all_ranks
 
@@ -17,19 +16,12 @@ transformers = pytest.importorskip("transformers")
 
 # ------------------------------------------------------------------------------ generation
 
-DECODERS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "gptj": {},
-    "gptneo": {},
-    "gptneox": {},
-    "bert": {"decoder": True, "add_cross_attention": False},
-    "roberta": {"decoder": True, "add_cross_attention": False},
-}
+DECODERS = ["gpt2", "gptj", "gptneo", "gptneox", "bert", "roberta"]
 
 
 def prompts(rank: int) -> dict[str, Tensor]:
     """Other numbers of samples on each rank, of one length; those of rank 0 begin later."""
-    ids = first.tokens(rank, 3)["input_ids"]
+    _, ids = families.tokens(rank, 3)
     mask = torch.ones_like(ids)
     mask[:, : 2 * (rank == 0)] = 0
     return {"input_ids": ids, "attention_mask": mask}
@@ -58,90 +50,45 @@ def generates_the_same(got: nn.Module, want: nn.Module, **given: Any) -> None:
         assert_near(a, b, "logits")
 
 
-def decoder(name: str) -> nn.Module:
-    """A family's model for generation, marked; its largest logit is no accident."""
-    net = first.small(name, **DECODERS[name]).eval()
+def for_generation(name: str) -> nn.Module:
+    """A family's model, marked; its largest logit is no accident."""
+    alone = name in ("bert", "roberta")
+    net = families.decoder(name, crosses=False) if alone else families.made(name)
     with torch.no_grad():
-        for parameter in net.parameters():
+        for parameter in net.parameters() if name in DECODERS else ():
             if parameter.dim() > 1:
                 parameter.mul_(5)
-    return net
+    return net.eval()
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [*((n, False) for n in [*DECODERS, "llama", "llama, 1 head of keys", "t5", "mixtral"])]
+    + [*((n, True) for n in ("gpt2", "bert", "llama", "t5"))],
+)
 @on_ranks(2, timeout_s=120)
-def test_a_family_generates_what_the_plain_model_does(name, monkeypatch):
-    """Each rank from prompts of its own."""
-    first.in_float64(name, monkeypatch)
-    split_over_all_ranks()
-    plain = decoder(name)
-    model = smp.DistributedModel(decoder(name)).eval()
-    generates_the_same(model, plain, **prompts(smp.rank()))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5"])
-@on_ranks(2, timeout_s=120)
-def test_ranks_that_are_fed_the_same_prompts_generate_what_the_plain_model_does(
-    name, monkeypatch
-):
-    split_over_all_ranks(prescaled_batch=True)
-    if name in DECODERS:
-        first.in_float64(name, monkeypatch)
-        plain, net = decoder(name), decoder(name)
-    else:
-        second.compute_in_float64(monkeypatch, name)
-        plain, net = second.made(name).eval(), second.made(name).eval()
-    generates_the_same(smp.DistributedModel(net).eval(), plain, **prompts(0))
+def test_a_family_generates_what_the_plain_model_does(name, same, monkeypatch):
+    """Each rank from prompts of its own, or all from the same ones."""
+    families.compute_in_float64(monkeypatch, name)
+    split_over_all_ranks(prescaled_batch=same)
+    plain = for_generation(name)
+    model = smp.DistributedModel(for_generation(name)).eval()
+    generates_the_same(model, plain, **prompts(0 if same else smp.rank()))
 
 
 # --------------------------------------------------------------------------------- folders
 
-MODELS = {
-    "gpt2": "GPT2LMHeadModel",
-    "gptj": "GPTJForCausalLM",
-    "gptneo": "GPTNeoForCausalLM",
-    "gptneox": "GPTNeoXForCausalLM",
-    "bert": "BertForMaskedLM",
-    "roberta": "RobertaForMaskedLM",
-    "llama": "LlamaForCausalLM",
-    "t5": "T5ForConditionalGeneration",
-    "vit": "ViTForImageClassification",
-    "mixtral": "MixtralForCausalLM",
-}
 
-
-def small(name: str) -> nn.Module:
-    """In float64."""
-    return first.small(name) if name in first.FAMILIES else second.made(name)
-
-
-def batch_of(name: str, rank: int) -> dict[str, Tensor]:
-    if name in first.FAMILIES:
-        return first.tokens(rank, 1)
-    names = {"t5": ("input_ids", "attention_mask", "decoder_input_ids"),
-             "vit": ("pixel_values", "attention_mask")}  # fmt: skip
-    keys = names.get(name, ("input_ids", "attention_mask"))
-    return dict(zip(keys, second.FAMILIES[name].batch(rank, 0), strict=False))
-
-
-def as_float64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name in first.FAMILIES:
-        first.in_float64(name, monkeypatch)
-        torch.set_default_dtype(torch.float64)
-    else:
-        second.compute_in_float64(monkeypatch, name)
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [n for n in families.FAMILIES if "," not in n])
 @pytest.mark.sample(5)
 @on_ranks(2, timeout_s=120)
 def test_from_a_folder_and_back_to_one(name, monkeypatch, tmp_path):
     """Read while split, trained for a step, and written for the plain class to read."""
-    as_float64(name, monkeypatch)
+    families.compute_in_float64(monkeypatch, name)
     split_over_all_ranks()
-    cls = getattr(transformers, MODELS[name])
+    cls = getattr(transformers, families.FAMILIES[name].model)
     if smp.rank() == 0:
-        small(name).save_pretrained(tmp_path / "plain")
+        families.made(name).save_pretrained(tmp_path / "plain")
     smp.barrier()
     options = {"attn_implementation": "eager"}
     if name == "mixtral":
@@ -151,7 +98,7 @@ def test_from_a_folder_and_back_to_one(name, monkeypatch, tmp_path):
         net = cls.from_pretrained(tmp_path / "plain", **options)
     model = smp.DistributedModel(net)
     assert any(not one.reason for one in model._smp_split)
-    batch = batch_of(name, smp.rank())
+    batch, _ = families.batch_of(name, smp.rank(), 1)
     with torch.no_grad():
         assert_near(model(**batch).logits, plain(**batch).logits, "logits")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import smp
 from tests.models.recommenders import DLRM, NCF, MakeTable
 from tests.ranks import on_ranks
-from tests.reference.whole_job import WholeJob, split_over_all_ranks
+from tests.reference.whole_job import WholeJob, in_float64, split_over_all_ranks
 
 ROWS = (11, 5, 7)
 
@@ -54,8 +54,7 @@ MODELS = {"ncf": (ncf, pairs), "dlrm": (dlrm, features)}
 def check(name: str, sparse: bool, same: bool) -> None:
     make, batch = MODELS[name]
     split_over_all_ranks(prescaled_batch=same)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
+    in_float64(1)
     net = make(functools.partial(nn.Embedding, sparse=sparse))
     for module in net.modules():
         if isinstance(module, nn.Embedding):

@@ -9,19 +9,15 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn import utils as blocks
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
-from tests.reference.whole_job import assert_near, split_over_all_ranks
+from tests.reference.whole_job import assert_near, in_float64, split_over_all_ranks
 
 
-class Inner(nn.Module):
+@module_of(lambda width: {"linear": nn.Linear(width, width)})
+def Inner(self, x: Tensor) -> Tensor:
     """The user's class; ``width`` 4 is to stay whole."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
+    return self.linear(x)
 
 
 class SplitInner(smp.nn.DistributedModule):
@@ -110,7 +106,7 @@ class Counting(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         for number, p in enumerate(self.param_groups[0]["params"]):
-            self.state[p]["count"] = torch.full([1], 3.0)
+            self.state[p]["count"] = torch.full([1] * p.dim(), 3.0)
             self.state[p]["moment"] = p.detach() + number
 
 
@@ -125,7 +121,7 @@ def test_a_number_in_a_state_is_no_slice_of_length_1():
     assert net[1].bias.numel() == 1
     whole, state = model.state_dict(), optimizer.state_dict()["state"]
     for number, (name, value) in enumerate(whole.items()):
-        assert torch.equal(state[number]["count"], torch.full([1], 3.0)), name
+        assert torch.equal(state[number]["count"], torch.full([1] * value.dim(), 3.0)), name
         assert_near(state[number]["moment"], value + number, name)
 
 
@@ -236,8 +232,7 @@ def twice(function: Any, x: Tensor) -> Tensor:
 def test_a_second_derivative_through_what_is_split_is_refused(alike):
     """A penalty of gradients; through what is whole it is the plain model's."""
     split_over_all_ranks(prescaled_batch=alike)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
+    in_float64(1)
     layer = smp.nn.DistributedTransformerLayer(
         num_attention_heads=2, attention_head_size=2, hidden_size=4, intermediate_size=8,
         attention_dropout_prob=0.0, hidden_dropout_prob=0.0,

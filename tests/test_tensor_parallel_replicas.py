@@ -4,6 +4,7 @@ T 2, R 2, and stages in place of replicas.  The reference is ``tests/reference/w
 in float64.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import nn
 import smp
 from smp.state_mod import state
 from tests import test_distributed_transformer as transformer
-from tests import test_tensor_parallel_families2 as families
 from tests import test_tensor_parallel_losses as losses
+from tests.models import families
 from tests.ranks import on_ranks
 from tests.reference.whole_job import Batch, Loss, WholeJob, assert_near
 from tests.test_tensor_parallel import next_token_loss, small_gpt2, tokens
@@ -50,10 +51,7 @@ def fed(batch: Batch, same: bool) -> Batch:
 
 
 def check(net: nn.Module, loss: Loss, batch: Batch, same: bool, **options: Any) -> None:
-    job = WholeJob(net, loss, fed(batch, same), **options)
-    for step in range(2):
-        job.step(step, max_norm=0.1)
-    job.check_parameters()
+    job = WholeJob(net, loss, fed(batch, same), **options).run(2, max_norm=0.1)
     whole = job.model.state_dict()
     for name, value in job.plain.state_dict().items():
         assert_near(whole[name], value, name)
@@ -93,31 +91,17 @@ def test_gpt2(pipeline, same):
     check(small_gpt2(), next_token_loss, batch, same)
 
 
-def check_family(
-    family: str, pipeline: int, same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    families.compute_in_float64(monkeypatch, family)
+@SAMPLES
+@PIPELINES
+@pytest.mark.parametrize("name", ["llama, 1 head of keys", "t5", "mixtral"])
+@pytest.mark.sample(4)
+@on_ranks(4, timeout_s=120)
+def test_a_family(name, pipeline, same, monkeypatch):
+    """The one head of keys is whole on every tp_rank, which has a part of its gradient."""
+    families.compute_in_float64(monkeypatch, name)
     begin(pipeline, same)
-    one = families.FAMILIES[family]
-    check(families.made(family), one.loss, one.batch, same)
-
-
-@SAMPLES
-@PIPELINES
-@pytest.mark.sample(2)
-@on_ranks(4, timeout_s=120)
-def test_llama_with_one_head_of_keys(pipeline, same, monkeypatch):
-    """It is whole on every tp_rank, which has a part of its gradient."""
-    check_family("llama, 1 head of keys", pipeline, same, monkeypatch)
-
-
-@SAMPLES
-@PIPELINES
-@pytest.mark.parametrize("family", ["t5", "mixtral"])
-@pytest.mark.sample(2)
-@on_ranks(4, timeout_s=120)
-def test_a_family(family, pipeline, same, monkeypatch):
-    check_family(family, pipeline, same, monkeypatch)
+    batch = functools.partial(families.batch_of, name)
+    check(families.made(name), families.loss, batch, same)
 
 
 @SAMPLES

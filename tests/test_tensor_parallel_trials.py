@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
-from tests import test_tensor_parallel_families2 as families
+from tests.models import families
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -194,9 +196,7 @@ def test_a_leaf_of_a_users_class_is_split_where_it_has_proved_itself(
             assert REASONS[why] in reasons[path]
     if isinstance(net.embedding, Gained):
         assert net.embedding.calls == 0  # copies were tried
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    job.run(2)
 
 
 @on_ranks(4)
@@ -206,8 +206,7 @@ def test_a_leaf_of_a_users_class_whose_values_are_made_later():
     plain = net_of(Threefold, LinearBounded, True)
     with smp.delay_param_initialization():
         net = net_of(Threefold, LinearBounded, True)
-    smp.set_partition(net.inner, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"inner": 1})
     assert [one.reason for one in model._smp_split] == [""] * 3
 
     @smp.step
@@ -232,9 +231,9 @@ def of_channels(x: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
-class OfBatch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.tanh() * x.mean(0, keepdim=True)
+@module_of()
+def OfBatch(self, x: Tensor) -> Tensor:
+    return x.tanh() * x.mean(0, keepdim=True)
 
 
 def forward_of_instance(self: Any, x: Tensor) -> Tensor:
@@ -325,11 +324,7 @@ def test_a_module_of_a_family_that_is_changed_is_left_whole(number, prescaled, m
     change(net.model.layers[1].mlp)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        job = WholeJob(
-            net,
-            families.next_token_loss,
-            lambda rank, step: families.tokens(rank * (not prescaled), step),
-        )
+        job = families.whole_job("llama", net, same=prescaled)
     reasons = {one.path: one.reason for one in job.model._smp_split}
     path = "model.layers.1.mlp"
     if change is hook_of_a_rank and smp.rank() == 0:
@@ -338,9 +333,7 @@ def test_a_module_of_a_family_that_is_changed_is_left_whole(number, prescaled, m
     warned = [str(w.message) for w in caught if "left whole" in str(w.message)]
     assert len(warned) == bool(reason)
     assert all(f"'{path}' is left whole: {reason}" in message for message in warned)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    job.run(2)
 
 
 @on_ranks(4, timeout_s=120)
@@ -350,7 +343,7 @@ def test_a_hook_of_one_rank_of_a_pipeline(monkeypatch):
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2})
     net = families.made("llama")
     hook_of_a_rank(net.model.layers[0].mlp)
-    job = WholeJob(net, families.next_token_loss, families.tokens)
+    job = families.whole_job("llama", net)
     left = [one.path for one in job.model._smp_split if one.reason]
     assert left == ["model.layers.0.mlp"]
     job.step(0)
@@ -384,7 +377,7 @@ def test_what_is_changed_inside_of_what_is_split_already_is_refused(number, monk
     families.compute_in_float64(monkeypatch, "llama")
     stages = int(os.environ["OMPI_COMM_WORLD_SIZE"]) // 2
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": stages})
-    job = WholeJob(families.made("llama"), families.next_token_loss, families.tokens)
+    job = families.whole_job("llama")
     mlp = job.net.model.layers[0].mlp
     mlp.register_forward_hook(lambda *_: None)
     job.step(0)

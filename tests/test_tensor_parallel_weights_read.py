@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smp
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -128,9 +129,7 @@ def test_an_operator_gets_the_whole_weight(read, by_rows, prescaled):
     net = Net(read, by_outputs=by_rows, vocab_parallel=by_rows)
     job = WholeJob(net, squares, alike if prescaled else batch)
     assert job.model.is_distributed_parameter(net.first.weight)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    job.run(2)
     (ids,) = job.batch(smp.dp_rank(), 5)
     with torch.no_grad():
         assert_near(job.model(ids), job.plain(ids), "outputs of an evaluation")
@@ -318,22 +317,14 @@ def test_what_would_change_the_whole_in_a_forward_is_refused(name):
         model(*batch(0, 0))
 
 
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, INNER)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.inner(x), self.inner.weight
+@module_of(lambda: {"inner": nn.Linear(WIDTH, INNER)})
+def Returning(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    return self.inner(x), self.inner.weight
 
 
-class Given(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(WORDS))
-
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight, self.bias)
+@module_of(lambda: {"bias": nn.Parameter(torch.zeros(WORDS))})
+def Given(self, x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight, self.bias)
 
 
 class OverRanks(nn.Module):
@@ -365,10 +356,7 @@ def test_a_weight_goes_whole_to_another_stage(prescaled):
         }
     )
     torch.set_default_dtype(torch.float64)
-    job = WholeJob(OverRanks(), squares, alike if prescaled else batch)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    WholeJob(OverRanks(), squares, alike if prescaled else batch).run(2)
 
 
 @pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
@@ -398,28 +386,23 @@ def test_a_module_that_is_replaced_after_the_wrap_is_refused():
         net.words = nn.Embedding(WORDS, WIDTH)
 
 
-class Wrapped(nn.Module):
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = inside
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x)
+@module_of(lambda inside: {"inside": inside})
+def Wrapped(self, x: Tensor) -> Tensor:
+    return self.inside(x)
 
 
-class Scaled(nn.Module):
+@module_of(
+    lambda: {
+        "words": nn.Embedding(WORDS, WIDTH),
+        "linear": nn.Linear(WIDTH, INNER),
+        "scale": nn.Parameter(torch.tensor(0.7)),
+    }
+)
+def Scaled(self, ids: Tensor) -> Tensor:
     """Calls a linear with another weight in the place of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.linear = nn.Linear(WIDTH, INNER)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids)
-        weights = {"weight": self.linear.weight * self.scale * x.detach().mean()}
-        return torch.func.functional_call(self.linear, weights, (x,)) + self.linear(x)
+    x = self.words(ids)
+    weights = {"weight": self.linear.weight * self.scale * x.detach().mean()}
+    return torch.func.functional_call(self.linear, weights, (x,)) + self.linear(x)
 
 
 @pytest.mark.parametrize("by_rows", [False, True], ids=["by columns", "by rows"])
@@ -429,10 +412,7 @@ def test_a_call_with_another_weight_takes_its_slice(by_rows):
     torch.set_default_dtype(torch.float64)
     net = Scaled()
     smp.set_tensor_parallelism(net.linear, by_outputs=by_rows)
-    job = WholeJob(net, squares, alike)
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    WholeJob(net, squares, alike).run(2)
 
 
 @on_ranks(2)

@@ -14,23 +14,23 @@ from torch import Tensor, nn
 import smp
 from smp.nn import utils as tp
 from smp.tensor_parallel import primitives
+from tests.models.modules import module_of
 from tests.ranks import on_ranks
-from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
+from tests.reference.whole_job import WholeJob, assert_near, in_float64, split_over_all_ranks
 
 WIDTH = 5
 
 
-class Scaled(nn.Module):
+@module_of(
+    lambda inner: {
+        "gain": nn.Parameter(torch.randn(WIDTH)),
+        "first": nn.Linear(WIDTH, inner),
+        "second": nn.Linear(inner, WIDTH, bias=False),
+    }
+)
+def Scaled(self, x: Tensor) -> Tensor:
     """The user's class."""
-
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(WIDTH))
-        self.first = nn.Linear(WIDTH, inner)
-        self.second = nn.Linear(inner, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(self.gain * x)))
+    return self.second(torch.tanh(self.first(self.gain * x)))
 
 
 class SplitBehind(smp.nn.DistributedModule):
@@ -77,8 +77,7 @@ EACH = pytest.mark.parametrize("kind", KINDS)
 def made(kind: str) -> nn.Module:
     """Two of them in a model, with parameters that see own samples, and split ones."""
     smp.tp_register_with_module(Scaled, KINDS[kind])
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(4)
+    in_float64(4)
     with smp.tensor_parallelism():
         first, second, last = Scaled(7), Scaled(4), nn.Linear(WIDTH, 3)
     return nn.Sequential(nn.LayerNorm(WIDTH), first, nn.LayerNorm(WIDTH), second, last)

@@ -15,20 +15,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smp.partitioning.tracing import trace
+from tests.models.modules import module_of
 
 
-class Net(nn.Module):
+@module_of(
+    lambda: {
+        "second": nn.Linear(8, 8),
+        "first": nn.Linear(8, 8),
+        "never": nn.Linear(8, 8),
+        "act": nn.ReLU(),
+    }
+)
+def Net(self, x):
     """Two layers called out of order, one of them twice, one never."""
-
-    def __init__(self):
-        super().__init__()
-        self.second = nn.Linear(8, 8)
-        self.first = nn.Linear(8, 8)
-        self.never = nn.Linear(8, 8)
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        return self.second(self.act(self.second(self.first(x))))
+    return self.second(self.act(self.second(self.first(x))))
 
 
 def run_of(model, *args):
@@ -51,15 +51,11 @@ def test_order_and_number_of_executions_are_those_of_the_run():
 def test_activation_bytes_are_what_operators_produce_anew():
     """Views and the results of in-place operators are not new."""
 
-    class Body(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 16)
-
-        def forward(self, x):
-            y = self.layer(x)  # 4 x 16 floats, the layer's
-            z = y.view(-1).relu_().view(4, 16)  # nothing new
-            return z + z.exp()  # two times 4 x 16 floats
+    @module_of(lambda: {"layer": nn.Linear(8, 16)})
+    def Body(self, x):
+        y = self.layer(x)  # 4 x 16 floats, the layer's
+        z = y.view(-1).relu_().view(4, 16)  # nothing new
+        return z + z.exp()  # two times 4 x 16 floats
 
     body = Body()
     modules = trace(body, run_of(body, torch.randn(4, 8))).modules
@@ -86,13 +82,9 @@ def kept_by_autograd(model, x):
     return sum(size for place, size in sizes.items() if place not in state)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, inner, reentrant):
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+@module_of(lambda inner, reentrant: {"inner": inner, "reentrant": reentrant})
+def Checkpointed(self, x):
+    return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 def layers():
@@ -145,29 +137,19 @@ def test_nothing_is_weighed_where_autograd_keeps_nothing():
         assert not trace(net, run_of(net, torch.randn(4, 8)), memory=True).weighed
 
 
-class Penalty(nn.Module):
+@module_of(lambda: {"layer": nn.Linear(8, 1)})
+def Penalty(self, x):
     """Has a backward of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 1)
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        y = self.layer(x).square()
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + slope.square().sum(1, keepdim=True)
+    x = x.detach().requires_grad_()
+    y = self.layer(x).square()
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y + slope.square().sum(1, keepdim=True)
 
 
-class Mapped(nn.Module):
+@module_of(lambda: {"layer": nn.Linear(8, 8)})
+def Mapped(self, x):
     """Uses torch.func, which refuses hooks on what is saved."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.func.grad(lambda x: self.layer(x).sum())(x).sum()
+    return torch.func.grad(lambda x: self.layer(x).sum())(x).sum()
 
 
 def test_kept_bytes_of_a_module_with_a_backward_of_its_own():
@@ -186,16 +168,16 @@ def test_what_cannot_be_weighed_is_said():
 def test_only_an_operator_uses_a_parameter():
     """Reading a child's weight.dtype or .shape is no use, computing with it is."""
 
-    class Parent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.called = nn.Linear(8, 8)
-            self.read = nn.Linear(8, 8)
-            self.taken = nn.Linear(8, 8, bias=False)
-
-        def forward(self, x):
-            x = self.called(x).to(self.read.weight.dtype)[:, : self.read.weight.shape[0]]
-            return torch.nn.functional.linear(x, self.taken.weight)
+    @module_of(
+        lambda: {
+            "called": nn.Linear(8, 8),
+            "read": nn.Linear(8, 8),
+            "taken": nn.Linear(8, 8, bias=False),
+        }
+    )
+    def Parent(self, x):
+        x = self.called(x).to(self.read.weight.dtype)[:, : self.read.weight.shape[0]]
+        return torch.nn.functional.linear(x, self.taken.weight)
 
     parent = Parent()
     modules = trace(parent, run_of(parent, torch.randn(4, 8))).modules
@@ -207,25 +189,17 @@ def test_only_an_operator_uses_a_parameter():
 
 @pytest.mark.parametrize("meta", [False, True])
 def test_a_parameter_that_is_passed_in_is_used_by_who_passes_it(meta):
-    class Scale(nn.Module):
-        def forward(self, x, by):
-            return x * by["factor"]
+    @module_of()
+    def Scale(self, x, by):
+        return x * by["factor"]
 
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = Scale()
+    @module_of(lambda: {"scale": Scale()})
+    def Inner(self, x, by):
+        return self.scale(x, by={"factor": by})
 
-        def forward(self, x, by):
-            return self.scale(x, by={"factor": by})
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.inner = nn.Linear(8, 8), Inner()
-
-        def forward(self, x):
-            return self.inner(self.layer(x), by=self.layer.bias)
+    @module_of(lambda: {"layer": nn.Linear(8, 8), "inner": Inner()})
+    def Outer(self, x):
+        return self.inner(self.layer(x), by=self.layer.bias)
 
     outer = Outer()
     modules = trace(outer, run_of(outer, torch.randn(4, 8)), meta=meta).modules
@@ -273,13 +247,9 @@ def test_drawing_is_noticed_and_not_drawing_too(meta):
 
 
 def test_times_add_up():
-    class Sleepless(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.child = nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.child(self.child(x)) @ x.mT
+    @module_of(lambda: {"child": nn.Linear(64, 64)})
+    def Sleepless(self, x):
+        return self.child(self.child(x)) @ x.mT
 
     net = Sleepless()
     modules = trace(net, run_of(net, torch.randn(64, 64)), times=True).modules
@@ -307,38 +277,37 @@ def test_two_roots_are_traced_in_one_run():
 # ------------------------------------------------------------------------ leaving no mark
 
 
-class Careless(nn.Module):
+@module_of(
+    lambda: {
+        "norm": nn.BatchNorm1d(8),
+        "drop": nn.Dropout(0.5),
+        "ids": nn.Buffer(torch.zeros(3)),
+        "swapped": nn.Buffer(torch.ones(3)),
+        "plain": torch.zeros(3),
+        "slots": torch.zeros(2, 3),
+        "calls": 0,
+        "seen": {"all": []},
+        "own": torch.Generator().manual_seed(5),
+    }
+)
+def Careless(self, x, log, cache):
     """Changes everything that a forward pass can reach."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.5)
-        self.register_buffer("ids", torch.zeros(3))
-        self.register_buffer("swapped", torch.ones(3))
-        self.plain = torch.zeros(3)
-        self.slots = torch.zeros(2, 3)
-        self.calls = 0
-        self.seen = {"all": []}
-        self.own = torch.Generator().manual_seed(5)
-
-    def forward(self, x, log, cache):
-        self.calls += 1
-        self.seen["all"].append(x)
-        self.late = x
-        self.plain.add_(1)
-        for slot in self.slots:
-            slot.add_(1)
-        self.ids[1] = 7
-        self.swapped = torch.zeros(3)
-        log.append(1)
-        cache.count += 1
-        cache.layers[0].append(x)
-        x.mul_(2)
-        np.random.rand()
-        random.random()
-        torch.randn(3, generator=self.own)
-        return self.drop(self.norm(x))
+    self.calls += 1
+    self.seen["all"].append(x)
+    self.late = x
+    self.plain.add_(1)
+    for slot in self.slots:
+        slot.add_(1)
+    self.ids[1] = 7
+    self.swapped = torch.zeros(3)
+    log.append(1)
+    cache.count += 1
+    cache.layers[0].append(x)
+    x.mul_(2)
+    np.random.rand()
+    random.random()
+    torch.randn(3, generator=self.own)
+    return self.drop(self.norm(x))
 
 
 class Cache:
@@ -423,16 +392,12 @@ def test_the_models_own_hooks_run_as_usual():
 
 
 def test_what_lies_in_a_tuple_is_put_back_too():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.state = ([1], ({"calls": 0}, "name"))
-
-        def forward(self, x):
-            calls, (counts, _) = self.state
-            calls.append(len(calls))
-            counts["calls"] += 1
-            return x * counts["calls"]
+    @module_of(lambda: {"state": ([1], ({"calls": 0}, "name"))})
+    def Counting(self, x):
+        calls, (counts, _) = self.state
+        calls.append(len(calls))
+        counts["calls"] += 1
+        return x * counts["calls"]
 
     net = Counting()
     trace(net, run_of(net, torch.ones(2)))
@@ -453,27 +418,26 @@ def test_the_grad_mode_is_the_users_and_nothing_is_saved():
     assert not out[1].requires_grad
 
 
-class Penalised(nn.Module):
+@module_of(
+    lambda how: {
+        "how": how,
+        "inner": nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+        "outer": nn.Linear(8, 8),
+    }
+)
+def Penalised(self, x):
     """Its forward runs a backward of its own, through another module and through itself."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.how = how
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.outer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        if self.how == "jacrev":
-            slope = torch.func.jacrev(lambda v: self.inner(v).square().sum())(x)
+    if self.how == "jacrev":
+        slope = torch.func.jacrev(lambda v: self.inner(v).square().sum())(x)
+    else:
+        x = x.detach().requires_grad_()
+        value = self.inner(x).square().sum()
+        if self.how == "grad":
+            (slope,) = torch.autograd.grad(value, x, create_graph=True)
         else:
-            x = x.detach().requires_grad_()
-            value = self.inner(x).square().sum()
-            if self.how == "grad":
-                (slope,) = torch.autograd.grad(value, x, create_graph=True)
-            else:
-                value.backward()
-                slope = x.grad
-        return self.outer(slope)
+            value.backward()
+            slope = x.grad
+    return self.outer(slope)
 
 
 @pytest.mark.parametrize("meta", [False, True])
@@ -512,14 +476,10 @@ def test_tensors_of_a_second_run_are_not_taken_for_what_the_first_had():
 
 
 def test_checkpointed_modules_are_traced():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            x = checkpoint(self.a, x, use_reentrant=False)
-            return checkpoint(self.b, x, use_reentrant=True)
+    @module_of(lambda: {"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    def Checkpointed(self, x):
+        x = checkpoint(self.a, x, use_reentrant=False)
+        return checkpoint(self.b, x, use_reentrant=True)
 
     net = Checkpointed()
     modules = trace(net, run_of(net, torch.randn(4, 8, requires_grad=True))).modules
@@ -545,21 +505,17 @@ def test_a_trace_does_not_load_the_compiler():
 
 
 def test_a_caught_exception_in_a_module_does_not_confuse_the_record():
-    class Fails(nn.Module):
-        def forward(self, x):
-            raise ValueError
+    @module_of()
+    def Fails(self, x):
+        raise ValueError
 
-    class Tries(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fails, self.layer = Fails(), nn.Linear(8, 8)
-
-        def forward(self, x):
-            try:
-                x = self.fails(x)
-            except ValueError:
-                x = self.layer(x)
-            return x.exp()
+    @module_of(lambda: {"fails": Fails(), "layer": nn.Linear(8, 8)})
+    def Tries(self, x):
+        try:
+            x = self.fails(x)
+        except ValueError:
+            x = self.layer(x)
+        return x.exp()
 
     net = nn.Sequential(Tries(), nn.Linear(8, 8))
     modules = trace(net, run_of(net, torch.randn(4, 8))).modules
@@ -591,14 +547,10 @@ def test_real_inputs_work_with_a_model_on_the_meta_device():
     assert traced.modules["2"].activation_bytes == 2 * 4 * 6 * 6 * 4
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.inner(x)
-        return x if x.sum() > 0 else -x
+@module_of(lambda: {"inner": nn.Linear(8, 8)})
+def Branches(self, x):
+    x = self.inner(x)
+    return x if x.sum() > 0 else -x
 
 
 def test_what_meta_tensors_do_not_allow_is_run_for_real_with_a_warning():
@@ -649,15 +601,10 @@ def test_zeros_of_a_large_model_take_no_memory():
     assert max(meanwhile) - before < 200e6
 
 
-class Huge(nn.Module):
+@module_of(lambda rows: {"weight": nn.Parameter(torch.empty(rows, 1 << 10, device="meta"))})
+def Huge(self):
     """Looks at a value; its weight is larger than machines are."""
-
-    def __init__(self, rows: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, 1 << 10, device="meta"))
-
-    def forward(self):
-        assert self.weight[-1].sum().item() == 0
+    assert self.weight[-1].sum().item() == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*tracing on zeros")
@@ -678,18 +625,13 @@ def test_where_there_is_no_address_space_for_zeros_the_error_says_so():
     assert net.weight.is_meta
 
 
-class Masked(nn.Module):
+@module_of(lambda: {"inner": nn.Linear(8, 8)})
+def Masked(self, x, mask):
     """Looks at the values of masks that it has put where its parameters are."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x, mask):
-        mask = mask.to(device=self.inner.weight.device, dtype=torch.bool)
-        places = torch.arange(x.size(1), device=self.inner.weight.device)
-        x = self.inner(x)
-        return x if mask.all() and places.max() < 8 else x.masked_fill(~mask, 0.0) * places
+    mask = mask.to(device=self.inner.weight.device, dtype=torch.bool)
+    places = torch.arange(x.size(1), device=self.inner.weight.device)
+    x = self.inner(x)
+    return x if mask.all() and places.max() < 8 else x.masked_fill(~mask, 0.0) * places
 
 
 def test_the_values_of_masks_are_there_on_meta_too():
@@ -732,13 +674,9 @@ def test_a_recurrent_module_of_a_model_on_meta_keeps_its_weights():
     assert traced.meta and "_flat_weights" not in traced.modules["1"].set_attributes
 
 
-class Picky(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x / self.scale if self.scale > 0 else x.missing
+@module_of(lambda: {"scale": nn.Parameter(torch.ones(()))})
+def Picky(self, x):
+    return x / self.scale if self.scale > 0 else x.missing
 
 
 def test_a_meta_model_that_cannot_run_names_the_module():

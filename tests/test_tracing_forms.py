@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smp.partitioning.tracing import trace
 from smp.pytorch.restore import Restore
+from tests.models.modules import module_of
 
 ON = pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
 
@@ -21,16 +22,11 @@ def run_of(model, *args, **kwargs):
     return lambda: model(*args, **kwargs)
 
 
-class Linears(nn.Module):
+@module_of(lambda: {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+def Linears(self, x):
     """Two layers, whose parameters ``forward`` uses itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        weight = torch.cat([self.one.weight, self.two.weight])
-        return x @ weight.T + torch.stack((self.one.bias, self.two.bias)).sum()
+    weight = torch.cat([self.one.weight, self.two.weight])
+    return x @ weight.T + torch.stack((self.one.bias, self.two.bias)).sum()
 
 
 @ON
@@ -81,13 +77,9 @@ def test_parameters_of_integers_are_traced(meta):
 
 
 def test_tensors_on_meta_have_the_strides_of_the_models_own():
-    class Transposed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 2).t())
-
-        def forward(self, x):
-            return x @ self.weight + self.weight.t().view(8).sum()
+    @module_of(lambda: {"weight": nn.Parameter(torch.ones(4, 2).t())})
+    def Transposed(self, x):
+        return x @ self.weight + self.weight.t().view(8).sum()
 
     net = Transposed()
     seen = trace(net, run_of(net, torch.randn(3, 2)), meta=True)
@@ -95,15 +87,11 @@ def test_tensors_on_meta_have_the_strides_of_the_models_own():
 
 
 def test_what_a_forward_makes_meets_meta_tensors_in_lists_and_in_place():
-    class Makes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = torch.cat([torch.ones(1, 4), self.layer(x)])
-            sums = torch.zeros(4, dtype=torch.complex64, device=self.layer.weight.device)
-            return x + sums.add_(x[0]).real
+    @module_of(lambda: {"layer": nn.Linear(4, 4)})
+    def Makes(self, x):
+        x = torch.cat([torch.ones(1, 4), self.layer(x)])
+        sums = torch.zeros(4, dtype=torch.complex64, device=self.layer.weight.device)
+        return x + sums.add_(x[0]).real
 
     net = Makes()
     seen = trace(net, run_of(net, torch.randn(2, 4)), meta=True)
@@ -111,14 +99,10 @@ def test_what_a_forward_makes_meets_meta_tensors_in_lists_and_in_place():
 
 
 def test_a_model_of_which_a_part_is_on_meta_and_that_cannot_run_there_runs_on_zeros():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.layer(x)
-            return x if x.sum() > 0 else -x
+    @module_of(lambda: {"layer": nn.Linear(4, 4)})
+    def Branches(self, x):
+        x = self.layer(x)
+        return x if x.sum() > 0 else -x
 
     net = nn.Sequential(nn.Linear(4, 4), Branches().to("meta"))
     with pytest.warns(UserWarning, match="smp: 1 cannot run on meta .*; tracing on zeros"):
@@ -132,20 +116,16 @@ class Pair:
     rest: dict
 
 
-class Sized(nn.Module):
-    def forward(self, x, *, more=None):
-        return Pair(x * 2, {"it": [x.sum(), more]})
+@module_of()
+def Sized(self, x, *, more=None):
+    return Pair(x * 2, {"it": [x.sum(), more]})
 
 
-class CallsSized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.sized = Sized()
-
-    def forward(self, x):
-        self.sized(x[:1])
-        self.sized(x, more=Pair(x, {"it": (x,)}))
-        return self.sized(x[:2]).a
+@module_of(lambda: {"sized": Sized()})
+def CallsSized(self, x):
+    self.sized(x[:1])
+    self.sized(x, more=Pair(x, {"it": (x,)}))
+    return self.sized(x[:2]).a
 
 
 def test_bytes_in_and_out_are_those_of_the_execution_that_had_most():
@@ -159,35 +139,34 @@ def test_bytes_in_and_out_are_those_of_the_execution_that_had_most():
 
 
 def test_everything_that_an_operator_returns_counts():
-    class Largest(nn.Module):
-        def forward(self, x):
-            values, places = x.max(dim=1)
-            return values[places.clamp(max=1)]
+    @module_of()
+    def Largest(self, x):
+        values, places = x.max(dim=1)
+        return values[places.clamp(max=1)]
 
     net = Largest()
     seen = trace(net, run_of(net, torch.randn(4, 8))).modules[""]
     assert seen.activation_bytes == 4 * (4 + 8) + 4 * 8 + 4 * 4
 
 
-class Threaded(nn.Module):
+@module_of(
+    lambda: {
+        "branches": nn.ModuleList(nn.Linear(4, 4) for _ in range(2)),
+        "last": nn.Linear(4, 4),
+    }
+)
+def Threaded(self, x):
     """Its branches run in threads of their own."""
+    out = [None, None]
 
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.last = nn.Linear(4, 4)
+    def run(i):
+        out[i] = self.branches[i](x)
 
-    def forward(self, x):
-        out = [None, None]
-
-        def run(i):
-            out[i] = self.branches[i](x)
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-            thread.join()
-        return self.last(out[0] + out[1])
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    return self.last(out[0] + out[1])
 
 
 @pytest.mark.parametrize("times", [False, True])
@@ -203,25 +182,17 @@ def test_modules_that_run_in_threads_are_counted_and_confuse_nothing(times):
 
 
 def test_what_a_forward_used_before_it_raised_is_its_own():
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
+    @module_of(lambda: {"scale": nn.Parameter(torch.ones(()))})
+    def Fails(self, x, other):
+        if (x * self.scale + other).numel():
+            raise ValueError
 
-        def forward(self, x, other):
-            if (x * self.scale + other).numel():
-                raise ValueError
-
-    class Tries(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fails, self.layer = Fails(), nn.Linear(4, 4)
-
-        def forward(self, x):
-            try:
-                self.fails(x, self.layer.weight[0])
-            except ValueError:
-                return self.layer(x)
+    @module_of(lambda: {"fails": Fails(), "layer": nn.Linear(4, 4)})
+    def Tries(self, x):
+        try:
+            self.fails(x, self.layer.weight[0])
+        except ValueError:
+            return self.layer(x)
 
     net = Tries()
     modules = trace(net, run_of(net, torch.randn(2, 4))).modules
@@ -229,37 +200,24 @@ def test_what_a_forward_used_before_it_raised_is_its_own():
     assert modules[""].parameters == ("layer.weight",)
 
 
-class Notes(nn.Module):
+@module_of(lambda: {"layer": nn.Linear(4, 4), "calls": 0})
+def Notes(self, x):
     """Sets an attribute, as what may not be run again elsewhere does."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.calls = nn.Linear(4, 4), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.layer(x)
+    self.calls += 1
+    return self.layer(x)
 
 
 def test_what_others_change_in_place_between_executions_is_noted_and_what_they_set_is_not():
-    class Child(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.log, self.level = [], 0
+    @module_of(lambda: {"log": [], "level": 0})
+    def Child(self, x):
+        return x + self.level + len(self.log)
 
-        def forward(self, x):
-            return x + self.level + len(self.log)
-
-    class Parent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.child = Child()
-
-        def forward(self, x):
-            x = self.child(x)
-            self.child.log.append(1)
-            self.child.level = 2
-            return self.child(x)
+    @module_of(lambda: {"child": Child()})
+    def Parent(self, x):
+        x = self.child(x)
+        self.child.log.append(1)
+        self.child.level = 2
+        return self.child(x)
 
     net = Parent()
     modules = trace(net, run_of(net, torch.ones(2))).modules
@@ -268,22 +226,14 @@ def test_what_others_change_in_place_between_executions_is_noted_and_what_they_s
 
 
 def test_who_sets_a_buffer_uses_it():
-    class Child(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("level", torch.zeros(()))
+    @module_of(lambda: {"level": nn.Buffer(torch.zeros(()))})
+    def Child(self, x):
+        return x + 1
 
-        def forward(self, x):
-            return x + 1
-
-    class Parent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.child = Child()
-
-        def forward(self, x):
-            self.child.level = x.detach().sum()
-            return self.child(x)
+    @module_of(lambda: {"child": Child()})
+    def Parent(self, x):
+        self.child.level = x.detach().sum()
+        return self.child(x)
 
     net = Parent()
     level = net.child.level
@@ -300,13 +250,9 @@ def test_a_backward_in_the_run_that_is_no_modules_is_an_error():
 
 
 def test_what_torch_checkpoints_is_not_given_away():
-    class Checkpoints(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.notes = Notes()
-
-        def forward(self, x):
-            return checkpoint(self.notes, x, use_reentrant=True)
+    @module_of(lambda: {"notes": Notes()})
+    def Checkpoints(self, x):
+        return checkpoint(self.notes, x, use_reentrant=True)
 
     net = Checkpoints()
     modules = trace(net, run_of(net, torch.randn(2, 4, requires_grad=True))).modules
@@ -326,13 +272,9 @@ class Runs(torch.autograd.Function):
 def test_what_another_packages_function_is_given_is_given_away(package, monkeypatch):
     monkeypatch.setattr(Runs, "__module__", package)
 
-    class Gives(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.notes = Notes()
-
-        def forward(self, x):
-            return Runs.apply(self.notes, x)
+    @module_of(lambda: {"notes": Notes()})
+    def Gives(self, x):
+        return Runs.apply(self.notes, x)
 
     net = Gives()
     modules = trace(net, run_of(net, torch.randn(2, 4))).modules
@@ -352,9 +294,9 @@ def test_kept_bytes_are_measured_once_though_times_are_too():
 
 @pytest.mark.filterwarnings("ignore:.*tracing on zeros")
 def test_kept_bytes_are_measured_on_zeros_too():
-    class Looks(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else x * 2
+    @module_of()
+    def Looks(self, x):
+        return x if x.sum() > 0 else x * 2
 
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Looks())
     net[0].weight.requires_grad_(False)
@@ -368,16 +310,10 @@ def test_kept_bytes_are_measured_on_zeros_too():
     assert {path: m.kept_bytes for path, m in seen.modules.items()} == want
 
 
-class Graph(nn.Module):
+@module_of(lambda own: {"layer": nn.Linear(4, 4), "own": nn.Buffer(own)})
+def Graph(self, x, given):
     """Has a sparse matrix, is given another, and multiplies with both."""
-
-    def __init__(self, own):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("own", own)
-
-    def forward(self, x, given):
-        return torch.sparse.mm(given, torch.sparse.mm(self.own, self.layer(x)))
+    return torch.sparse.mm(given, torch.sparse.mm(self.own, self.layer(x)))
 
 
 @pytest.mark.filterwarnings("ignore:.*Sparse .* tensor support is in beta")
@@ -395,47 +331,46 @@ def test_a_sparse_tensor_has_the_bytes_of_its_indices_and_values():
 # --------------------------------------------------------------------------- left as it was
 
 
-class Kinds(nn.Module):
+@module_of(
+    lambda: {
+        "layer": nn.Linear(4, 4),
+        "names": {"a", "b"},
+        "ordered": collections.OrderedDict(x=1, y=2),
+        "renamed": {"before": None},
+        "counts": collections.defaultdict(int, seen=3),
+        "queue": collections.deque([1, 2], maxlen=2),
+        "array": np.zeros((2, 3)),
+        "arrays": {"strided": np.arange(6.0)[::2], "objects": np.array([1, "a"], object)},
+        "overlapping": torch.arange(4.0),
+        "grown": torch.ones(2),
+        "given_out": torch.ones(3),
+        "many": [torch.ones(2), torch.ones(3)],
+        "complex": torch.zeros(2, dtype=torch.complex64),
+    }
+)
+def Kinds(self, x, seen=None):
     """Changes containers of many kinds, and tensors in many ways."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.names = {"a", "b"}
-        self.ordered = collections.OrderedDict(x=1, y=2)
-        self.renamed = {"before": None}
-        self.counts = collections.defaultdict(int, seen=3)
-        self.queue = collections.deque([1, 2], maxlen=2)
-        self.array = np.zeros((2, 3))
-        self.arrays = {"strided": np.arange(6.0)[::2], "objects": np.array([1, "a"], object)}
-        self.overlapping = torch.arange(4.0)
-        self.grown = torch.ones(2)
-        self.given_out = torch.ones(3)
-        self.many = [torch.ones(2), torch.ones(3)]
-        self.complex = torch.zeros(2, dtype=torch.complex64)
-
-    def forward(self, x, seen=None):
-        self.names.discard("a")
-        self.names.add("c")
-        self.ordered.move_to_end("x")
-        self.renamed["after"] = self.renamed.pop("before")
-        self.layer.weight.grad, self.layer.bias.grad = None, torch.ones(4)
-        self.counts["seen"] += 1
-        self.counts["new"] += 1
-        self.queue.append(3)
-        self.array[0] += 1
-        self.arrays["strided"][1] = 7
-        self.arrays["objects"][0] = "b"
-        self.overlapping[1].mul_(3)
-        self.overlapping.add_(1)
-        self.overlapping[1:].zero_()
-        self.grown.resize_(5).fill_(2)
-        torch.add(self.given_out, 1, out=self.given_out)
-        torch._foreach_add_(self.many, 1.0)
-        self.complex.fill_(1j)
-        if seen is not None:
-            seen.append(x)
-        return self.layer(x)
+    self.names.discard("a")
+    self.names.add("c")
+    self.ordered.move_to_end("x")
+    self.renamed["after"] = self.renamed.pop("before")
+    self.layer.weight.grad, self.layer.bias.grad = None, torch.ones(4)
+    self.counts["seen"] += 1
+    self.counts["new"] += 1
+    self.queue.append(3)
+    self.array[0] += 1
+    self.arrays["strided"][1] = 7
+    self.arrays["objects"][0] = "b"
+    self.overlapping[1].mul_(3)
+    self.overlapping.add_(1)
+    self.overlapping[1:].zero_()
+    self.grown.resize_(5).fill_(2)
+    torch.add(self.given_out, 1, out=self.given_out)
+    torch._foreach_add_(self.many, 1.0)
+    self.complex.fill_(1j)
+    if seen is not None:
+        seen.append(x)
+    return self.layer(x)
 
 
 def test_an_array_that_is_mapped_from_a_file_is_not_copied(tmp_path):
@@ -486,17 +421,17 @@ def test_whatever_a_forward_changes_is_as_before(times):
     assert seen == [1], "a list that is passed by position was changed"
 
 
-class Fills(nn.Module):
+@module_of(
+    lambda before, after: {
+        "layer": nn.Linear(2, 2),
+        "after": after,
+        "level": nn.Buffer(torch.tensor([before, 1.0])),
+    }
+)
+def Fills(self, x):
     """Changes one element of a buffer."""
-
-    def __init__(self, before, after):
-        super().__init__()
-        self.layer, self.after = nn.Linear(2, 2), after
-        self.register_buffer("level", torch.tensor([before, 1.0]))
-
-    def forward(self, x):
-        self.level[0] = self.after
-        return self.layer(x)
+    self.level[0] = self.after
+    return self.layer(x)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -537,13 +472,9 @@ def test_what_is_watched_in_torch_is_put_back(fails):
 # -------------------------------------------------------------------------- what cannot run
 
 
-class Looks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x * self.scale if self.scale > 0 else x.missing
+@module_of(lambda: {"scale": nn.Parameter(torch.ones(()))})
+def Looks(self, x):
+    return x * self.scale if self.scale > 0 else x.missing
 
 
 def test_a_root_module_that_cannot_run_on_meta_tensors_is_named_by_its_class():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import smp
 from tests.ranks import on_ranks
 from tests.reference import transformer as plain
-from tests.reference.whole_job import WholeJob, split_over_all_ranks
+from tests.reference.whole_job import WholeJob, in_float64, split_over_all_ranks
 from tests.test_distributed_transformer import (
     DROPS,
     LAYERS,
@@ -58,18 +58,14 @@ def calls_of_attention(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @on_ranks(2, 3)
 def test_a_layer_equals_the_plain_one(kind, masks, monkeypatch):
     split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     options = {**SIZES, **LAYERS[kind]}
     del options["embedding_dropout_prob"]
     cross = options.get("add_cross_attention", False)
     net = Around(smp.nn.DistributedTransformerLayer(**options), cross)
     reference = Around(plain.PlainLayer(**options), cross)
     samples = calls_of_attention(monkeypatch)
-    job = WholeJob(net, squares, batch_of(masks), plain=reference)
-    for step in range(2):
-        job.step(step, max_norm=0.1)
-    job.check_parameters()
+    WholeJob(net, squares, batch_of(masks), plain=reference).run(2, max_norm=0.1)
 
     # One mask for several samples is not each sample's: those stay by themselves.
     alone = list(range(1, smp.tp_size() + 1))
@@ -83,8 +79,7 @@ def test_a_layer_equals_the_plain_one(kind, masks, monkeypatch):
 def test_what_is_attended_to_has_another_length_on_each_rank(optimize):
     """The samples themselves have one, and so may be taken together."""
     split_over_all_ranks()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
+    in_float64(3)
     options = {**SIZES, "add_cross_attention": True}
     del options["embedding_dropout_prob"]
     net = Around(smp.nn.DistributedTransformerLayer(**options, optimize=optimize), True)
@@ -95,10 +90,7 @@ def test_what_is_attended_to_has_another_length_on_each_rank(optimize):
         states = torch.randn(len(x), 2 + rank, 10, generator=generator)
         return x, mask, states, masked(len(x), 2 + rank, generator) if step else None
 
-    job = WholeJob(net, squares, batch, plain=Around(plain.PlainLayer(**options), True))
-    for step in range(2):
-        job.step(step)
-    job.check_parameters()
+    WholeJob(net, squares, batch, plain=Around(plain.PlainLayer(**options), True)).run(2)
 
 
 @pytest.mark.parametrize("optimize", ["speed", "channels"])

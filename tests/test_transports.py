@@ -17,6 +17,8 @@ from torch import nn
 import smp
 from smp.job import bootstrap, transports
 from smp.job.config import ConfigError
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks, rank_environment
 from tests.reference.compare import assert_same_bits, gradients
 from tests.reference.cut_loop import cut_loop
@@ -24,17 +26,14 @@ from tests.reference.cut_loop import cut_loop
 WIDTH = 64
 
 
-class Chain(nn.Module):
+@module_of(
+    lambda blocks: {"blocks": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))}
+)
+def Chain(self, x):
     """Blocks that are called one after the other, the first one twice."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
-
-    def forward(self, x):
-        for block in [*self.blocks, self.blocks[0]]:
-            x = torch.tanh(block(x))
-        return x
+    for block in [*self.blocks, self.blocks[0]]:
+        x = torch.tanh(block(x))
+    return x
 
 
 def begin(**config):
@@ -64,9 +63,7 @@ def check_against_the_cut_loop(rows: int) -> None:
     rank_of = {"": 0, "blocks": 0}
     rank_of |= {f"blocks.{i}": (i + 1) % smp.pp_size() for i in range(smp.pp_size() + 1)}
     reference = copy.deepcopy(model)
-    for path, module in model.named_modules():
-        smp.set_partition(module, rank_of[path])
-    model = smp.DistributedModel(model)
+    model = distributed(model, rank_of)
     step = smp.step(train_step)
     for _ in range(2):
         batch = torch.randn(rows, WIDTH)
@@ -96,9 +93,7 @@ def test_the_report_counts_what_went_to_whom():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "placement_strategy": "spread"})
     (fresh,) = smp.comm_report().peers
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    smp.set_partition(net[0], 0)
-    smp.set_partition(net[1], 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, 1])
     smp.step(train_step)(model, torch.randn(2000, WIDTH))
     report = smp.comm_report()
     (peer,) = report.peers
@@ -369,16 +364,17 @@ def test_mpi_without_an_mpi_launcher_is_refused():
         smp.job.transports.offer(smp.job.bootstrap.Alone(), ("mpi",))
 
 
-def test_ucx_without_its_library_is_refused_and_the_error_says_what_to_install(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_ucx_without_its_library_is_refused_and_the_error_says_what_to_install(
+    tmp_path, script
+):
+    path = script(
         "import smp\n"
         "smp.job.transports.offer(smp.job.bootstrap.Alone(), ('^ucx',))\n"
         "smp.job.transports.offer(smp.job.bootstrap.Alone(), ('ucx',))\n"
     )
     environment = rank_environment({"SMP_UCX_LIBRARY": str(tmp_path / "none")})
     ran = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True
+        [sys.executable, path], env=environment, capture_output=True, text=True
     )
 
     assert ran.returncode == 1
@@ -386,9 +382,8 @@ def test_ucx_without_its_library_is_refused_and_the_error_says_what_to_install(t
     assert "pip install libucx-cu12" in ran.stderr
 
 
-def test_an_mpi_that_cannot_serve_says_why(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_an_mpi_that_cannot_serve_says_why(script):
+    path = script(
         "import mpi4py\n"
         "for start in (lambda: None, lambda: __import__('mpi4py.MPI')):\n"
         "    mpi4py.rc.thread_level = 'single'\n"
@@ -398,7 +393,7 @@ def test_an_mpi_that_cannot_serve_says_why(tmp_path):
         "    except ImportError as error:\n"
         "        print(error)\n"
     )
-    command, environment = [sys.executable, script], rank_environment()
+    command, environment = [sys.executable, path], rank_environment()
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
     idle, single = ran.stdout.splitlines()
@@ -415,34 +410,22 @@ def test_ucx_is_not_used_unasked_where_it_has_nothing_but_tcp():
     assert used() == {"tcp"}
 
 
-class Detaching(nn.Module):
+@module_of(lambda: {"first": nn.Linear(WIDTH, WIDTH), "far": Detach()})
+def Detaching(self, x):
     """A part on the last rank detaches what a part on the first has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.far = nn.Linear(WIDTH, WIDTH), Detach()
-
-    def forward(self, x):
-        return self.far(self.first(x))
+    return self.far(self.first(x))
 
 
-class Detach(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.linear(x.detach())
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH)})
+def Detach(self, x):
+    return self.linear(x.detach())
 
 
 @on_ranks(2)
 def test_a_gradient_that_a_remote_module_cut_off_is_none():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Detaching()
-    smp.set_partition(net, 0)
-    smp.set_partition(net.first, 0)
-    smp.set_partition(net.far, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "first": 0, "far": 1})
     smp.step(train_step)(model, torch.randn(4, WIDTH))
 
     got = {name: p.grad is not None for name, p in model.local_named_parameters()}

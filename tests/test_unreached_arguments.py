@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smp
+from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
+from tests.reference.whole_job import in_float64
 
 log: list[str] = []
 
@@ -31,39 +34,28 @@ class Noted(torch.autograd.Function):
         return gradient, None
 
 
-class Inner(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(6, 6)})
+def Inner(self, x: Tensor, y: Tensor, way: str) -> Tensor | tuple[Tensor, Tensor]:
     """It depends on its second argument, and on its first when it is told so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, y: Tensor, way: str) -> Tensor | tuple[Tensor, Tensor]:
-        if way == "detached":
-            return self.linear(x.detach()) + y
-        if way == "only detached":
-            return self.linear(x.detach() + y.detach())
-        if way == "left out":
-            return y
-        if way == "returned":
-            return y, self.linear(x.detach())
-        if way == "overwritten":
-            x.copy_(self.linear(y))
-            return x * 2
-        return self.linear(x) + y
+    if way == "detached":
+        return self.linear(x.detach()) + y
+    if way == "only detached":
+        return self.linear(x.detach() + y.detach())
+    if way == "left out":
+        return y
+    if way == "returned":
+        return y, self.linear(x.detach())
+    if way == "overwritten":
+        x.copy_(self.linear(y))
+        return x * 2
+    return self.linear(x) + y
 
 
-class Middle(nn.Module):
+@module_of(lambda: {"inner": Inner(), "linear": nn.Linear(6, 6)})
+def Middle(self, x: Tensor, y: Tensor, way: str) -> Tensor:
     """Between the ranks: what it calls is its caller's rank's again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, y: Tensor, way: str) -> Tensor:
-        out = self.inner(Noted.apply(self.linear(x), "in the middle"), y, way)
-        return out if isinstance(out, Tensor) else sum(out)
+    out = self.inner(Noted.apply(self.linear(x), "in the middle"), y, way)
+    return out if isinstance(out, Tensor) else sum(out)
 
 
 class Net(nn.Module):
@@ -88,8 +80,7 @@ def gradients_of(named) -> dict[str, Tensor | None]:
 
 def train_alike(kind: type[nn.Module], pins: dict[str, int], ways: list[str]) -> None:
     """Step after step, each in its way, beside the plain model."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
+    in_float64(0)
     plain = Net(kind)
     smp.init(
         {
@@ -101,9 +92,7 @@ def train_alike(kind: type[nn.Module], pins: dict[str, int], ways: list[str]) ->
         }
     )
     net = copy.deepcopy(plain)
-    for path, rank in pins.items():
-        smp.set_partition(net.get_submodule(path), rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, pins)
     x = torch.randn(4, 6)
 
     @smp.step
@@ -150,25 +139,17 @@ def test_each_call_says_what_it_reaches():
     train_alike(Inner, {"remote": 1}, ways)
 
 
-class Many(nn.Module):
+@module_of(lambda: {"linear": nn.Linear(3, 3)})
+def Many(self, xs: list[Tensor]) -> Tensor:
     """Its result depends on every third of its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, xs: list[Tensor]) -> Tensor:
-        return self.linear(sum(xs[::3]))
+    return self.linear(sum(xs[::3]))
 
 
-class OfMany(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(torch.randn(3) for _ in range(70))
-        self.remote = Many()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.remote([x * scale for scale in self.scales])
+@module_of(
+    lambda: {"scales": nn.ParameterList(torch.randn(3) for _ in range(70)), "remote": Many()}
+)
+def OfMany(self, x: Tensor) -> Tensor:
+    return self.remote([x * scale for scale in self.scales])
 
 
 @on_ranks(2)
@@ -177,8 +158,7 @@ def test_more_arguments_than_a_word_has_bits():
     plain = OfMany().double()
     smp.init({"pipeline_parallel_degree": 2, "auto_partition": False, "default_partition": 0})
     net = copy.deepcopy(plain)
-    smp.set_partition(net.remote, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"remote": 1})
     x = torch.randn(4, 3).double()
 
     @smp.step

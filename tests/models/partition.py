@@ -7,12 +7,13 @@ a module that holds neither parameters nor buffers is where its parent is.
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+import smp
 from tests.reference.objects import tensors_in
 
 Partition = dict[str, int]
@@ -50,6 +51,21 @@ def partition_by_path(
     for path in ranks:
         model.get_submodule(path)
     return _assign(model, lambda path, parent: ranks.get(path, parent), together)
+
+
+def distributed(
+    net: nn.Module, ranks: Mapping[str, int] | Sequence[int], **options: Any
+) -> smp.DistributedModel:
+    """The model of ``net``, whose modules are pinned to pp_ranks.
+
+    Args:
+        ranks: by path, or of the children in order.
+    """
+    if not isinstance(ranks, Mapping):
+        ranks = dict(zip((name for name, _ in net.named_children()), ranks, strict=True))
+    for path, rank in ranks.items():
+        smp.set_partition(net.get_submodule(path), rank)
+    return smp.DistributedModel(net, **options)
 
 
 def weight_reads(model: nn.Module, run: Callable[[], Any]) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import smp
+from tests.models.modules import module_of
 
 WORDS, WIDTH = 11, 8
 INNER = (8, 9, 12)
@@ -175,13 +176,9 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(x @ self.down)
 
 
-class Attention(nn.Module):
-    def __init__(self, draw: random.Random) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(x, x, x, need_weights=False)[0]
+@module_of(lambda draw: {"attention": nn.MultiheadAttention(WIDTH, 2, batch_first=True)})
+def Attention(self, x: Tensor) -> Tensor:
+    return x + self.attention(x, x, x, need_weights=False)[0]
 
 
 def encoder(draw: random.Random) -> nn.Module:
@@ -214,9 +211,9 @@ BLOCKS: list[Callable[[random.Random], nn.Module]] = [
 # ------------------------------------------------------------------ changed instances
 
 
-class Centered(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight - weight.mean()
+@module_of()
+def Centered(self, weight: Tensor) -> Tensor:
+    return weight - weight.mean()
 
 
 def _mixed(self: nn.Module, *args: Any) -> Tensor:

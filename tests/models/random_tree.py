@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.models.modules import module_of
 from tests.models.partition import random_partition
 
 __all__ = ["ALL", "ORDERED", "Tree", "describe", "make_tree", "random_partition"]
@@ -44,15 +45,10 @@ class Tree(NamedTuple):
 # Blocks.  ``inner`` draws an inner block.
 
 
-class Linear(nn.Module):
+@module_of(lambda inner, rng: {"linear": nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.8)})
+def Linear(self, x: Tensor) -> Tensor:
     """A leaf: linear, then tanh."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=rng.random() < 0.8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+    return torch.tanh(self.linear(x))
 
 
 class BatchNorm(nn.Module):
@@ -67,16 +63,10 @@ class BatchNorm(nn.Module):
         return self.norm(self.linear(x))
 
 
-class Dropout(nn.Module):
+@module_of(lambda inner, rng: {"linear": nn.Linear(WIDTH, WIDTH), "dropout": nn.Dropout(0.25)})
+def Dropout(self, x: Tensor) -> Tensor:
     """A leaf that draws random numbers."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.25)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.linear(x))
+    return self.dropout(self.linear(x))
 
 
 class RunningMean(nn.Module):
@@ -94,103 +84,71 @@ class RunningMean(nn.Module):
         return self.linear(x - self.mean)
 
 
-class Recurrent(nn.Module):
+@module_of(
+    lambda inner, rng: {
+        "rnn": rng.choice([nn.GRU, nn.LSTM])(WIDTH // 2, WIDTH, batch_first=True)
+    }
+)
+def Recurrent(self, x: Tensor) -> Tensor:
     """A leaf that reads its weights from a list of its own (``_flat_weights``)."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.rnn = rng.choice([nn.GRU, nn.LSTM])(WIDTH // 2, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        states, _ = self.rnn(x.reshape(x.size(0), 2, WIDTH // 2))
-        return states[:, -1]
+    states, _ = self.rnn(x.reshape(x.size(0), 2, WIDTH // 2))
+    return states[:, -1]
 
 
-class Skip(nn.Module):
+@module_of(
+    lambda inner, rng: {
+        "block": inner(),
+        "join": nn.Linear(2 * WIDTH, WIDTH) if rng.random() < 0.4 else None,
+    }
+)
+def Skip(self, x: Tensor) -> Tensor:
     """A skip connection, added or concatenated."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.block = inner()
-        self.join = nn.Linear(2 * WIDTH, WIDTH) if rng.random() < 0.4 else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.block(x)
-        if self.join is None:
-            return x + 0.5 * y
-        return self.join(torch.cat([x, y], dim=1))
+    y = self.block(x)
+    if self.join is None:
+        return x + 0.5 * y
+    return self.join(torch.cat([x, y], dim=1))
 
 
-class Reuse(nn.Module):
+@module_of(lambda inner, rng: {"block": inner(), "times": rng.choice([2, 3])})
+def Reuse(self, x: Tensor) -> Tensor:
     """One module, called two or three times."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.block = inner()
-        self.times = rng.choice([2, 3])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = self.block(x)
-        return x
+    for _ in range(self.times):
+        x = self.block(x)
+    return x
 
 
-class Kept(nn.Module):
+@module_of(lambda inner, rng: {"block": inner(), "factor": 1.0})
+def Kept(self, x: Tensor) -> Tensor:
     """Keeps what its call made on itself, and its mode, over a call of its child."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.block = inner()
-        self.factor = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = torch.tanh(x)
-        self.factor = 0.5
-        y = self.block(x) * self.factor
-        self.factor = 1.0
-        return y + self.kept
+    self.kept = torch.tanh(x)
+    self.factor = 0.5
+    y = self.block(x) * self.factor
+    self.factor = 1.0
+    return y + self.kept
 
 
-class Carried(nn.Module):
+@module_of(lambda inner, rng: {"block": inner(), "calls": 0, "mean": torch.zeros(WIDTH)})
+def Carried(self, x: Tensor) -> Tensor:
     """Leaves what its calls made on itself to the next: a number and a tensor."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.block = inner()
-        self.calls = 0
-        self.mean = torch.zeros(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        self.mean = 0.9 * self.mean.to(x) + 0.1 * x.detach().mean(0)
-        return self.block(x - self.mean) / self.calls
+    self.calls = self.calls + 1
+    self.mean = 0.9 * self.mean.to(x) + 0.1 * x.detach().mean(0)
+    return self.block(x - self.mean) / self.calls
 
 
-class Grows(nn.Module):
+@module_of(lambda inner, rng: {"block": inner(), "seen": []})
+def Grows(self, x: Tensor) -> Tensor:
     """Leaves a list that grows to its next call."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.block = inner()
-        self.seen: list[float] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.block(x)
-        self.seen.append(float(x.detach().mean()))
-        return y + 0.1 * sum(self.seen)
+    y = self.block(x)
+    self.seen.append(float(x.detach().mean()))
+    return y + 0.1 * sum(self.seen)
 
 
 class SharedModule(nn.Module):
     """One module that two parents hold."""
 
-    class Parent(nn.Module):
-        def __init__(self, shared: Block, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.shared = shared
-            self.own = inner()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.own(self.shared(x))
+    @module_of(lambda shared, inner: {"shared": shared, "own": inner()})
+    def Parent(self, x: Tensor) -> Tensor:
+        return self.own(self.shared(x))
 
     def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
         super().__init__()
@@ -216,242 +174,153 @@ class Tied(nn.Module):
         return self.decode(self.between(self.encode(x)))
 
 
-class SeveralOutputs(nn.Module):
+@module_of(lambda inner: {"left": inner(), "right": inner()})
+def SeveralOutputsChild(self, x: Tensor) -> tuple:
+    left = self.left(x)
+    return left, [self.right(x), None], left.argmax(1), x.size(0)
+
+
+@module_of(lambda inner, rng: {"child": SeveralOutputsChild(inner)})
+def SeveralOutputs(self, x: Tensor) -> Tensor:
     """A child that returns tensors, with and without gradient, a number and None."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.left = inner()
-            self.right = inner()
-
-        def forward(self, x: Tensor) -> tuple:
-            left = self.left(x)
-            return left, [self.right(x), None], left.argmax(1), x.size(0)
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, (right, nothing), best, rows = self.child(x)
-        assert nothing is None and rows == x.size(0)
-        return left * right + best.unsqueeze(1) / WIDTH
+    left, (right, nothing), best, rows = self.child(x)
+    assert nothing is None and rows == x.size(0)
+    return left * right + best.unsqueeze(1) / WIDTH
 
 
-class UnusedOutput(nn.Module):
+@module_of(lambda inner: {"used": inner(), "unused": inner()})
+def UnusedOutputChild(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    return self.unused(x), self.used(x)
+
+
+@module_of(lambda inner, rng: {"child": UnusedOutputChild(inner)})
+def UnusedOutput(self, x: Tensor) -> Tensor:
     """A child with an output that nobody uses: what made it gets no gradient."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.used = inner()
-            self.unused = inner()
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.unused(x), self.used(x)
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(x)[1]
+    return self.child(x)[1]
 
 
-class UnusedInput(nn.Module):
+@module_of(lambda inner: {"block": inner()})
+def UnusedInputChild(self, x: Tensor, unused: Tensor) -> Tensor:
+    return self.block(x)
+
+
+@module_of(lambda inner, rng: {"child": UnusedInputChild(inner), "other": inner()})
+def UnusedInput(self, x: Tensor) -> Tensor:
     """A child that does not use one of its arguments."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(self, x: Tensor, unused: Tensor) -> Tensor:
-            return self.block(x)
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-        self.other = inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        other = self.other(x)
-        return self.child(x, other) + 0.5 * other
+    other = self.other(x)
+    return self.child(x, other) + 0.5 * other
 
 
-class InputWithoutGrad(nn.Module):
+@module_of(lambda: {"embedding": nn.Embedding(WIDTH, WIDTH)})
+def InputWithoutGradChild(self, index: Tensor, mask: Tensor) -> Tensor:
+    return self.embedding(index) * mask
+
+
+@module_of(lambda inner, rng: {"child": InputWithoutGradChild(), "block": inner()})
+def InputWithoutGrad(self, x: Tensor) -> Tensor:
     """A child whose arguments need no gradient (an index, a mask), but its weights do."""
-
-    class Child(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(WIDTH, WIDTH)
-
-        def forward(self, index: Tensor, mask: Tensor) -> Tensor:
-            return self.embedding(index) * mask
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child()
-        self.block = inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        known = x.detach()
-        return self.block(x) + self.child(known.argmax(1), (known > 0).to(x.dtype))
+    known = x.detach()
+    return self.block(x) + self.child(known.argmax(1), (known > 0).to(x.dtype))
 
 
-class InPlaceModule(nn.Module):
+@module_of(
+    lambda inner, rng: {
+        "linear": nn.Linear(WIDTH, WIDTH),
+        "layers": nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(WIDTH, WIDTH)),
+    }
+)
+def InPlaceModule(self, x: Tensor) -> Tensor:
     """A module without parameters that works in place on what it is given."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.Sequential(nn.LeakyReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(self.linear(x))
+    return self.layers(self.linear(x))
 
 
-class InPlaceArgument(nn.Module):
+@module_of(lambda inner: {"block": inner(), "linear": nn.Linear(WIDTH, WIDTH)})
+def InPlaceArgumentChild(self, x: Tensor) -> Tensor:
+    gate = self.block(x.clone())
+    x.add_(self.linear(gate))
+    return gate.detach().sum()
+
+
+@module_of(
+    lambda inner, rng: {"child": InPlaceArgumentChild(inner), "view": rng.random() < 0.3}
+)
+def InPlaceArgument(self, x: Tensor) -> Tensor:
     """A child that changes its argument in place and returns something else; the
     argument may be a view, as half of a buffer that its parent made."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate = self.block(x.clone())
-            x.add_(self.linear(gate))
-            return gate.detach().sum()
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-        self.view = rng.random() < 0.3
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 0.75
-        both = torch.cat([y, y], dim=1)
-        total = self.child(both[:, WIDTH:] if self.view else y)
-        if self.view:
-            y = both[:, :WIDTH] * both[:, WIDTH:]
-        return y + torch.tanh(total) * 0.1
+    y = x * 0.75
+    both = torch.cat([y, y], dim=1)
+    total = self.child(both[:, WIDTH:] if self.view else y)
+    if self.view:
+        y = both[:, :WIDTH] * both[:, WIDTH:]
+    return y + torch.tanh(total) * 0.1
 
 
-class ChangedResult(nn.Module):
+@module_of(lambda inner, rng: {"child": nn.Linear(WIDTH, WIDTH), "block": inner()})
+def ChangedResult(self, x: Tensor) -> Tensor:
     """A result that the caller changes in place (``loss /= n`` on an output)."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = nn.Linear(WIDTH, WIDTH)
-        self.block = inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.child(x)
-        y /= 2
-        return self.block(y)
+    y = self.child(x)
+    y /= 2
+    return self.block(y)
 
 
-class DetachedInput(nn.Module):
+@module_of(lambda inner: {"block": inner()})
+def DetachedInputChild(self, x: Tensor) -> Tensor:
+    return self.block(x.detach())
+
+
+@module_of(lambda inner, rng: {"before": inner(), "child": DetachedInputChild(inner)})
+def DetachedInput(self, x: Tensor) -> Tensor:
     """A child that detaches its argument: what made that gets no gradient."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(x.detach())
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.before = inner()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.child(self.before(x))
+    return x + self.child(self.before(x))
 
 
-class NoGrad(nn.Module):
+@module_of(lambda inner, rng: {"gate": inner(), "block": inner()})
+def NoGrad(self, x: Tensor) -> Tensor:
     """A part that runs without gradient."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.gate = inner()
-        self.block = inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            gate = torch.sigmoid(self.gate(x))
-        return gate * self.block(x)
+    with torch.no_grad():
+        gate = torch.sigmoid(self.gate(x))
+    return gate * self.block(x)
 
 
-class Branch(nn.Module):
+@module_of(lambda inner, rng: {"positive": inner(), "negative": inner()})
+def Branch(self, x: Tensor) -> Tensor:
     """The data decide which child runs."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.positive = inner()
-        self.negative = inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.positive(x) if x.detach().sum() > 0 else self.negative(x)
+    return self.positive(x) if x.detach().sum() > 0 else self.negative(x)
 
 
-class ChangedList(nn.Module):
+@module_of(lambda inner: {"block": inner(), "linear": nn.Linear(WIDTH, WIDTH)})
+def ChangedListChild(self, x: Tensor, states: list) -> Tensor:
+    y = self.block(states[0])
+    states[0] = x + y
+    states.append(y)
+    return self.linear(y)
+
+
+@module_of(lambda inner, rng: {"child": ChangedListChild(inner)})
+def ChangedList(self, x: Tensor) -> Tensor:
     """A child that appends to its caller's list and replaces an item of it."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor, states: list) -> Tensor:
-            y = self.block(states[0])
-            states[0] = x + y
-            states.append(y)
-            return self.linear(y)
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        states = [x]
-        y = self.child(x, states)
-        z = self.child(y, states)
-        return z + sum(states) / len(states)
+    states = [x]
+    y = self.child(x, states)
+    z = self.child(y, states)
+    return z + sum(states) / len(states)
 
 
-class ChangedDict(nn.Module):
+@module_of(lambda inner: {"block": inner()})
+def ChangedDictChild(self, values: dict) -> None:
+    values["y"] = self.block(values["x"])
+    values["calls"] += 1
+    values["nested"]["mean"] = values["y"].mean(0)
+    del values["unwanted"]
+
+
+@module_of(lambda inner, rng: {"child": ChangedDictChild(inner)})
+def ChangedDict(self, x: Tensor) -> Tensor:
     """A child that sets and deletes items of its caller's dict."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(self, values: dict) -> None:
-            values["y"] = self.block(values["x"])
-            values["calls"] += 1
-            values["nested"]["mean"] = values["y"].mean(0)
-            del values["unwanted"]
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        nested: dict = {}
-        values = {"x": x, "calls": 0, "nested": nested, "unwanted": x}
-        self.child(values)
-        assert values["calls"] == 1 and "unwanted" not in values
-        return values["y"] - nested["mean"]
+    nested: dict = {}
+    values = {"x": x, "calls": 0, "nested": nested, "unwanted": x}
+    self.child(values)
+    assert values["calls"] == 1 and "unwanted" not in values
+    return values["y"] - nested["mean"]
 
 
 class Memory:
@@ -467,82 +336,61 @@ class Memory:
         return torch.stack(self.states).mean(0)
 
 
-class ChangedObject(nn.Module):
+@module_of(lambda inner: {"block": inner()})
+def ChangedObjectChild(self, x: Tensor, memory: Memory) -> Tensor:
+    return memory.update(self.block(x))
+
+
+@module_of(
+    lambda inner, rng: {"first": ChangedObjectChild(inner), "second": ChangedObjectChild(inner)}
+)
+def ChangedObject(self, x: Tensor) -> Tensor:
     """Layers that keep their states in an object of their caller's."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(self, x: Tensor, memory: Memory) -> Tensor:
-            return memory.update(self.block(x))
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.first = self.Child(inner)
-        self.second = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        memory = Memory()
-        y = self.second(self.first(x, memory), memory)
-        assert len(memory.states) == 2 and memory.latest is memory.states[1]
-        return y + 0.5 * memory.latest
+    memory = Memory()
+    y = self.second(self.first(x, memory), memory)
+    assert len(memory.states) == 2 and memory.latest is memory.states[1]
+    return y + 0.5 * memory.latest
 
 
-class Strided(nn.Module):
+@module_of(
+    lambda inner: {
+        "weight": nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH),
+        "widen": nn.Linear(WIDTH // 2, WIDTH),
+        "block": inner(),
+    }
+)
+def StridedChild(self, columns: Tensor, half: Tensor, row: Tensor) -> Tensor:
+    y = (self.weight @ columns).t()
+    return self.block(y) + self.widen(half) * row.sum(1, keepdim=True) / WIDTH
+
+
+@module_of(lambda inner, rng: {"child": StridedChild(inner)})
+def Strided(self, x: Tensor) -> Tensor:
     """Arguments that are transposed, every second column, or expanded."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
-            self.widen = nn.Linear(WIDTH // 2, WIDTH)
-            self.block = inner()
-
-        def forward(self, columns: Tensor, half: Tensor, row: Tensor) -> Tensor:
-            y = (self.weight @ columns).t()
-            return self.block(y) + self.widen(half) * row.sum(1, keepdim=True) / WIDTH
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(x.t(), x[:, ::2], x[:1].expand(x.size(0), WIDTH))
+    return self.child(x.t(), x[:, ::2], x[:1].expand(x.size(0), WIDTH))
 
 
-class ParameterArgument(nn.Module):
+@module_of(lambda inner: {"block": inner()})
+def ParameterArgumentChild(self, x: Tensor, scale: nn.Parameter, shift: nn.Parameter) -> Tensor:
+    return self.block(x) * scale + shift
+
+
+@module_of(
+    lambda inner, rng: {
+        "vectors": nn.ParameterList(torch.randn(WIDTH) / 2 for _ in range(3)),
+        "child": ParameterArgumentChild(inner),
+    }
+)
+def ParameterArgument(self, x: Tensor) -> Tensor:
     """Parameters of a ``ParameterList`` that are passed as arguments."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(self, x: Tensor, scale: nn.Parameter, shift: nn.Parameter) -> Tensor:
-            return self.block(x) * scale + shift
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.vectors = nn.ParameterList(torch.randn(WIDTH) / 2 for _ in range(3))
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.child(x, self.vectors[0], self.vectors[1])
-        return self.child(y, self.vectors[2], shift=self.vectors[1])
+    y = self.child(x, self.vectors[0], self.vectors[1])
+    return self.child(y, self.vectors[2], shift=self.vectors[1])
 
 
-class ReentrantCheckpoint(nn.Module):
+@module_of(lambda inner, rng: {"before": inner(), "child": inner()})
+def ReentrantCheckpoint(self, x: Tensor) -> Tensor:
     """A child whose forward runs again, whole, in backward."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.before = inner()
-        self.child = inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.child, self.before(x), use_reentrant=True)
+    return checkpoint(self.child, self.before(x), use_reentrant=True)
 
 
 class Checkpoint(nn.Module):
@@ -560,50 +408,33 @@ class Checkpoint(nn.Module):
         return checkpoint(self._part, x, use_reentrant=False)
 
 
-class DictInOut(nn.Module):
+@module_of(lambda inner: {"block": inner()})
+def DictInOutChild(self, inputs: dict) -> dict:
+    y = self.block(inputs["x"]) * inputs["scale"]
+    return {"y": y, "same": y, "scale": inputs["scale"] + 1}
+
+
+@module_of(lambda inner, rng: {"child": DictInOutChild(inner)})
+def DictInOut(self, x: Tensor) -> Tensor:
     """A dict goes in and another comes out."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(self, inputs: dict) -> dict:
-            y = self.block(inputs["x"]) * inputs["scale"]
-            return {"y": y, "same": y, "scale": inputs["scale"] + 1}
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.child({"x": x, "scale": 2})
-        assert out["same"] is out["y"]
-        return out["y"] / out["scale"]
+    out = self.child({"x": x, "scale": 2})
+    assert out["same"] is out["y"]
+    return out["y"] / out["scale"]
 
 
 Pair = namedtuple("Pair", "first second")
 
 
-class NamedTupleInOut(nn.Module):
+@module_of(lambda inner: {"first": inner(), "second": inner()})
+def NamedTupleInOutChild(self, pair: Pair) -> Pair:
+    return Pair(second=self.first(pair.first), first=self.second(pair.second))
+
+
+@module_of(lambda inner, rng: {"child": NamedTupleInOutChild(inner)})
+def NamedTupleInOut(self, x: Tensor) -> Tensor:
     """A named tuple goes in and another comes out."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.first = inner()
-            self.second = inner()
-
-        def forward(self, pair: Pair) -> Pair:
-            return Pair(second=self.first(pair.first), first=self.second(pair.second))
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pair = self.child(Pair(x, x.cos()))
-        return pair.first - pair.second
+    pair = self.child(Pair(x, x.cos()))
+    return pair.first - pair.second
 
 
 @dataclass
@@ -615,27 +446,18 @@ class State:
     steps: int = 0
 
 
-class DataclassInOut(nn.Module):
+@module_of(lambda inner: {"block": inner(), "gate": nn.Linear(WIDTH, WIDTH)})
+def DataclassInOutChild(self, state: State) -> State:
+    gate = torch.sigmoid(self.gate(state.hidden))
+    return State(self.block(state.hidden), gate, state.steps + 1)
+
+
+@module_of(lambda inner, rng: {"child": DataclassInOutChild(inner)})
+def DataclassInOut(self, x: Tensor) -> Tensor:
     """A dataclass goes in and another comes out."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-            self.gate = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, state: State) -> State:
-            gate = torch.sigmoid(self.gate(state.hidden))
-            return State(self.block(state.hidden), gate, state.steps + 1)
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = self.child(self.child(State(x)))
-        assert state.steps == 2 and state.gate is not None
-        return state.hidden * state.gate
+    state = self.child(self.child(State(x)))
+    assert state.steps == 2 and state.gate is not None
+    return state.hidden * state.gate
 
 
 class Sequential(nn.Sequential):
@@ -645,26 +467,18 @@ class Sequential(nn.Sequential):
         super().__init__(*(inner() for _ in range(rng.choice([3, 4]))))
 
 
-class Keywords(nn.Module):
+@module_of(lambda inner: {"block": inner()})
+def KeywordsChild(
+    self, x: Tensor, *, add: Tensor | None = None, scale: float = 1.0, mode: str = ""
+) -> Tensor:
+    y = self.block(x) * scale
+    return y if add is None else torch.tanh(y + add) if mode == "tanh" else y + add
+
+
+@module_of(lambda inner, rng: {"child": KeywordsChild(inner)})
+def Keywords(self, x: Tensor) -> Tensor:
     """Arguments by keyword, some left to their defaults."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(
-            self, x: Tensor, *, add: Tensor | None = None, scale: float = 1.0, mode: str = ""
-        ) -> Tensor:
-            y = self.block(x) * scale
-            return y if add is None else torch.tanh(y + add) if mode == "tanh" else y + add
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(add=x, x=self.child(x), scale=0.5, mode="tanh")
+    return self.child(add=x, x=self.child(x), scale=0.5, mode="tanh")
 
 
 class ChildWeight(nn.Module):
@@ -681,58 +495,36 @@ class ChildWeight(nn.Module):
         return F.linear(self.block(self.child(x)), self.child.weight.t())
 
 
-class DirectForward(nn.Module):
+@module_of(lambda inner, rng: {"child": Linear(inner, rng), "block": inner()})
+def DirectForward(self, x: Tensor) -> Tensor:
     """A child that is called by ``forward``, and a grandchild past its parent."""
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = Linear(inner, rng)
-        self.block = inner()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(self.child.forward(x)) + self.child.linear(x)
+    return self.block(self.child.forward(x)) + self.child.linear(x)
 
 
-class SameTwice(nn.Module):
+@module_of(lambda inner: {"block": inner()})
+def SameTwiceChild(self, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
+    assert others[0] is x and others[1] is not x
+    return self.block(x) * others[0] + others[1]
+
+
+@module_of(lambda inner, rng: {"child": SameTwiceChild(inner)})
+def SameTwice(self, x: Tensor) -> Tensor:
     """One tensor in two places of a call, which the child tells from equal ones."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(self, x: Tensor, others: tuple[Tensor, ...]) -> Tensor:
-            assert others[0] is x and others[1] is not x
-            return self.block(x) * others[0] + others[1]
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(x, (x, x.clone()))
+    return self.child(x, (x, x.clone()))
 
 
-class PassThrough(nn.Module):
+@module_of(lambda inner: {"block": inner()})
+def PassThroughChild(self, x: Tensor, extras: list) -> tuple[Tensor, Tensor, list]:
+    return self.block(x), x, extras
+
+
+@module_of(lambda inner, rng: {"child": PassThroughChild(inner)})
+def PassThrough(self, x: Tensor) -> Tensor:
     """A child that returns its argument itself beside a result."""
-
-    class Child(nn.Module):
-        def __init__(self, inner: Callable[[], Block]) -> None:
-            super().__init__()
-            self.block = inner()
-
-        def forward(self, x: Tensor, extras: list) -> tuple[Tensor, Tensor, list]:
-            return self.block(x), x, extras
-
-    def __init__(self, inner: Callable[[], Block], rng: random.Random) -> None:
-        super().__init__()
-        self.child = self.Child(inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        extras = [1, x]
-        y, same, same_extras = self.child(x, extras)
-        assert same is x and same_extras is extras
-        return y * same
+    extras = [1, x]
+    y, same, same_extras = self.child(x, extras)
+    assert same is x and same_extras is extras
+    return y * same
 
 
 #: What the hook of the ``Hooks`` under way writes into.  Not an attribute of the module:
@@ -870,19 +662,13 @@ ONE_USE = frozenset(
 )
 
 
-class Root(nn.Module):
+@module_of(lambda blocks: {"stem": nn.Linear(WIDTH, WIDTH), "blocks": nn.ModuleList(blocks)})
+def Root(self, x: Tensor, scale: Tensor) -> Tensor:
     """An input layer, so that what the tree gets needs a gradient, and the tree."""
-
-    def __init__(self, blocks: list[Block]) -> None:
-        super().__init__()
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x * scale
+    x = self.stem(x)
+    for block in self.blocks:
+        x = block(x)
+    return x * scale
 
 
 class _Builder:

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.models.modules import module_of
+
 WORDS = 40  # vocabulary of all models of language
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
@@ -269,30 +271,29 @@ def whisper() -> Real:
 # Models of PyTorch's own parts.
 
 
-class Translator(nn.Module):
-    """``nn.Transformer`` between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 16)
-        self.transformer = nn.Transformer(
+@module_of(
+    lambda: {
+        "embedding": nn.Embedding(WORDS, 16),
+        "transformer": nn.Transformer(
             16,
             nhead=2,
             num_encoder_layers=2,
             num_decoder_layers=2,
             dim_feedforward=32,
             batch_first=True,
-        )
-        self.head = nn.Linear(16, WORDS)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(
-            target.size(1), dtype=self.head.weight.dtype
-        )
-        hidden = self.transformer(
-            self.embedding(source), self.embedding(target), tgt_mask=mask, tgt_is_causal=True
-        )
-        return self.head(hidden)
+        ),
+        "head": nn.Linear(16, WORDS),
+    }
+)
+def Translator(self, source: Tensor, target: Tensor) -> Tensor:
+    """``nn.Transformer`` between an embedding and a head."""
+    mask = nn.Transformer.generate_square_subsequent_mask(
+        target.size(1), dtype=self.head.weight.dtype
+    )
+    hidden = self.transformer(
+        self.embedding(source), self.embedding(target), tgt_mask=mask, tgt_is_causal=True
+    )
+    return self.head(hidden)
 
 
 def _translator_batch(batch_size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -350,20 +351,20 @@ class MixtureOfExperts(nn.Module):
         return out, (load * odds.mean(0)).sum() * len(self.experts)
 
 
-class SparseLanguageModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, 16)
-        self.layers = nn.ModuleList(MixtureOfExperts(16, 4) for _ in range(2))
-        self.head = nn.Linear(16, WORDS)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.embedding(tokens[:, :-1]).flatten(0, 1)
-        balance = x.new_zeros(())
-        for layer in self.layers:
-            y, loss = layer(x)
-            x, balance = x + y, balance + loss
-        return F.cross_entropy(self.head(x), tokens[:, 1:].flatten()), balance
+@module_of(
+    lambda: {
+        "embedding": nn.Embedding(WORDS, 16),
+        "layers": nn.ModuleList(MixtureOfExperts(16, 4) for _ in range(2)),
+        "head": nn.Linear(16, WORDS),
+    }
+)
+def SparseLanguageModel(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    x = self.embedding(tokens[:, :-1]).flatten(0, 1)
+    balance = x.new_zeros(())
+    for layer in self.layers:
+        y, loss = layer(x)
+        x, balance = x + y, balance + loss
+    return F.cross_entropy(self.head(x), tokens[:, 1:].flatten()), balance
 
 
 @_real
@@ -499,25 +500,24 @@ def dlrm() -> Real:
     return Real(DLRM(), make_batch, step, ("tables", "top.2"))
 
 
-class NCF(nn.Module):
+@module_of(
+    lambda users=30, items=50: {
+        "factors": nn.ModuleDict(
+            {"user": nn.Embedding(users, 8), "item": nn.Embedding(items, 8)}
+        ),
+        "features": nn.ModuleDict(
+            {"user": nn.Embedding(users, 8), "item": nn.Embedding(items, 8)}
+        ),
+        "network": _mlp(16, 16, 8),
+        "score": nn.Linear(16, 1),
+    }
+)
+def NCF(self, user: Tensor, item: Tensor) -> Tensor:
     """Collaborative filtering: a product of embeddings beside a network over others."""
-
-    def __init__(self, users: int = 30, items: int = 50) -> None:
-        super().__init__()
-        self.factors = nn.ModuleDict(
-            {"user": nn.Embedding(users, 8), "item": nn.Embedding(items, 8)}
-        )
-        self.features = nn.ModuleDict(
-            {"user": nn.Embedding(users, 8), "item": nn.Embedding(items, 8)}
-        )
-        self.network = _mlp(16, 16, 8)
-        self.score = nn.Linear(16, 1)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        product = self.factors["user"](user) * self.factors["item"](item)
-        both = [self.features["user"](user), self.features["item"](item)]
-        deep = self.network(torch.cat(both, dim=-1))
-        return self.score(torch.cat([product, deep], dim=-1)).squeeze(-1)
+    product = self.factors["user"](user) * self.factors["item"](item)
+    both = [self.features["user"](user), self.features["item"](item)]
+    deep = self.network(torch.cat(both, dim=-1))
+    return self.score(torch.cat([product, deep], dim=-1)).squeeze(-1)
 
 
 @_real
@@ -543,29 +543,29 @@ class Retrieval(nn.Module):
     trained through the answer (REALM, RAG).
     """
 
-    class Encoder(nn.Module):
-        def __init__(self, embedding: nn.Embedding) -> None:
-            super().__init__()
-            self.embedding = embedding
-            self.layers = nn.Sequential(*(_encoder_layer() for _ in range(2)))
+    @module_of(
+        lambda embedding: {
+            "embedding": embedding,
+            "layers": nn.Sequential(*(_encoder_layer() for _ in range(2))),
+        }
+    )
+    def Encoder(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """``[n, words]`` -> states ``[n, words, width]``, one vector each."""
+        states = self.layers(self.embedding(tokens))
+        return states, F.normalize(states.mean(1), dim=-1)
 
-        def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-            """``[n, words]`` -> states ``[n, words, width]``, one vector each."""
-            states = self.layers(self.embedding(tokens))
-            return states, F.normalize(states.mean(1), dim=-1)
-
-    class Reader(nn.Module):
-        def __init__(self, embedding: nn.Embedding) -> None:
-            super().__init__()
-            self.embedding = embedding
-            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-            self.network = _mlp(16, 32, 16)
-
-        def forward(self, answer: Tensor, evidence: Tensor) -> Tensor:
-            """``[n, words]``, ``[n, evidence, width]`` -> logits ``[n, words, WORDS]``."""
-            x = self.embedding(answer)
-            x = x + self.attention(x, evidence, evidence, need_weights=False)[0]
-            return F.linear(x + self.network(x), self.embedding.weight)
+    @module_of(
+        lambda embedding: {
+            "embedding": embedding,
+            "attention": nn.MultiheadAttention(16, 2, batch_first=True),
+            "network": _mlp(16, 32, 16),
+        }
+    )
+    def Reader(self, answer: Tensor, evidence: Tensor) -> Tensor:
+        """``[n, words]``, ``[n, evidence, width]`` -> logits ``[n, words, WORDS]``."""
+        x = self.embedding(answer)
+        x = x + self.attention(x, evidence, evidence, need_weights=False)[0]
+        return F.linear(x + self.network(x), self.embedding.weight)
 
     def __init__(self) -> None:
         super().__init__()

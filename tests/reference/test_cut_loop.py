@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models.random_tree import ALL, ONE_USE, WIDTH, make_tree, random_partition
+from tests.models.modules import module_of
+from tests.models.random_tree import ALL, ONE_USE, make_tree, random_partition
 from tests.reference.compare import (
     assert_close,
     assert_same_bits,
@@ -194,13 +195,9 @@ def test_it_is_the_loop_with_identity_nodes_bit_for_bit(first):
 # By hand.
 
 
-class Scale(nn.Module):
-    def __init__(self, weight: float = 1.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(weight))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+@module_of(lambda weight=1.0: {"weight": nn.Parameter(torch.tensor(weight))})
+def Scale(self, x: Tensor) -> Tensor:
+    return x * self.weight
 
 
 class Parts(nn.Module):
@@ -226,90 +223,6 @@ def partition(model: nn.Module, **rank_of: int) -> dict[str, int]:
     return {path: rank_of.get(path.partition(".")[0], 0) for path, _ in model.named_modules()}
 
 
-def test_requests_are_summed_in_decreasing_order_of_begin():
-    """A parameter's gradients by request: 1, -1e8 and 1e8 give 1 only if the last two
-    are added first."""
-    model = Parts(lambda self, x: sum(self.scale(v) for v in x[0]), scale=Scale())
-    x = torch.tensor([[1.0, -1e8, 1e8]])
-
-    cut_loop(train, model, (x,), rank_of=partition(model, scale=1))
-
-    assert model.scale.weight.grad == 1
-
-
-def test_a_requests_contributions_are_summed_by_themselves():
-    """The later request gives 1, the earlier one 1e8 and -1e8, which make 0.  Summed
-    as they come, 1e8 would swallow the 1."""
-
-    class Twice(Scale):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x[0]) + super().forward(x[1])
-
-    model = Parts(lambda self, x: self.scale(x[0, :2]) + self.scale(x[0, 2:]), scale=Twice())
-    x = torch.tensor([[-1e8, 1e8, 0.0, 1.0]])
-
-    cut_loop(train, model, (x,), rank_of=partition(model, scale=1))
-    cut, model.scale.weight.grad = model.scale.weight.grad, None
-    plain_loop(train, model, (x,))
-
-    assert (cut, model.scale.weight.grad) == (1, 0)
-
-
-def test_microbatches_are_added_to_grad_in_order():
-    """((1 + 1e8) - 1e8) is 0, any other order is 1."""
-    model = Parts(lambda self, x: self.scale(x), scale=Scale())
-    model.scale.weight.grad = held = torch.tensor(1.0)
-    x = torch.tensor([1e8, -1e8])
-    rank_of = partition(model, scale=1)
-
-    cut_loop(train, model, (x,), rank_of=rank_of, microbatches=2, average=False)
-
-    assert model.scale.weight.grad is held
-    assert held == 0
-
-
-def test_the_sum_of_each_backward_is_made_by_itself():
-    """1, then -1e8 + 1e8 of the second backward's requests; added one by one to the 1,
-    they would swallow it."""
-
-    def step(model, x):
-        first, second = model(x[:1]).sum(), model(x[1:2]).sum() + model(x[2:]).sum()
-        model.backward(first)
-        model.backward(second)
-
-    model = Parts(lambda self, x: self.scale(x), scale=Scale())
-    x = torch.tensor([1.0, 1e8, -1e8])
-
-    cut_loop(step, model, (x,), rank_of=partition(model, scale=1))
-
-    assert model.scale.weight.grad == 1
-
-
-def test_a_shared_arguments_gradients_are_summed_by_the_callee_first():
-    """The callee's 1e8 and 1 are summed, then comes the caller's -1e8: the 1 is lost."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = Scale(1.0), Scale(1e8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) + self.b(x)
-
-    model = Parts(
-        lambda self, x: (lambda y: self.two(y) + y * -1e8)(self.first(x)),
-        first=Scale(),
-        two=Two(),
-    )
-    x = torch.tensor([1.0])
-
-    cut_loop(train, model, (x,), rank_of=partition(model, two=1))
-    cut, model.first.weight.grad = model.first.weight.grad, None
-    plain_loop(train, model, (x,))
-
-    assert (cut, model.first.weight.grad) == (0, 1)
-
-
 @pytest.mark.parametrize("average, want", [(True, 3 / 7), (False, 1.0)])
 def test_a_microbatchs_backward_starts_with_its_share_of_the_samples(average, want):
     model = Parts(lambda self, x: self.scale(x[:1]), scale=Scale())
@@ -319,30 +232,6 @@ def test_a_microbatchs_backward_starts_with_its_share_of_the_samples(average, wa
     cut_loop(train, model, (x,), rank_of=rank_of, microbatches=3, average=average)
 
     assert model.scale.weight.grad == torch.tensor(want)
-
-
-def test_uneven_microbatches_give_the_gradient_of_the_whole_batch():
-    tree = make_tree(3, {"linear", "skip", "sequential"}, torch.float64)
-    batch = tree.make_batch(10, torch.Generator().manual_seed(1))
-    whole = copy.deepcopy(tree.model)
-    plain_loop(tree.step, whole, batch)
-
-    rank_of = random_partition(tree.model, 3, 1)
-    cut_loop(tree.step, tree.model, batch, rank_of=rank_of, microbatches=4)
-
-    assert_close(gradients(tree.model), gradients(whole), relative=1e-12)
-
-
-def test_given_gradients_are_weighted_alike():
-    def step(model, x):
-        model.backward([model(x)], [torch.tensor([4.0])])
-
-    model = Parts(lambda self, x: self.scale(x), scale=Scale())
-    rank_of = partition(model, scale=1)
-
-    cut_loop(step, model, (torch.ones(2),), rank_of=rank_of, microbatches=2)
-
-    assert model.scale.weight.grad == 2 + 2
 
 
 # Requests.
@@ -380,33 +269,6 @@ def test_a_sequential_makes_one_call_per_run_of_children_on_another_rank():
     assert drawn(result) == "0.0:root@0  0.1:1:2@1  0.2:3:4@2  0.3:5@1"
 
 
-def test_a_call_is_two_nodes_in_the_callers_graph():
-    def step(model, x):
-        loss = model(x).sum()
-        counts.update(_count_nodes(loss))
-        model.backward(loss)
-
-    counts: dict[str, int] = {}
-    model = nn.Sequential(*(Scale() for _ in range(4)))
-    rank_of = {"": 0, "0": 1, "1": 0, "2": 1, "3": 2}
-
-    cut_loop(step, model, (torch.ones(1),), rank_of=rank_of)
-
-    assert counts["_SendBackward"] == counts["_RecvBackward"] == 3
-    assert counts["MulBackward0"] == 1  # of the child on rank 0
-
-
-def _count_nodes(loss: Tensor) -> dict[str, int]:
-    seen, left, counts = set(), [loss.grad_fn], {}
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            counts[node.name()] = counts.get(node.name(), 0) + 1
-            left.extend(following for following, _ in node.next_functions)
-    return counts
-
-
 def test_each_request_sees_each_parameter_of_its_rank_as_a_leaf_of_its_own():
     model = nested_model()
     model.b.tied = model.b.a  # a second place of the same parameter
@@ -418,49 +280,6 @@ def test_each_request_sees_each_parameter_of_its_rank_as_a_leaf_of_its_own():
     assert leaves[0][0] is not leaves[2][0]
     assert model.b.a._parameters["weight"] is model.b.tied.weight
     assert type(model.b.a) is Scale and model.b.a.weight.grad is not None
-
-
-def test_a_parameter_that_a_module_keeps_in_a_list_is_the_requests_leaf_too():
-    class Listed(Scale):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = [self.weight]
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert self.weights[0] is self.weight
-            return x * self.weights[0]
-
-    model = Parts(lambda self, x: self.scale(x), scale=Listed())
-
-    cut_loop(train, model, (torch.ones(1),), rank_of=partition(model, scale=1))
-
-    assert model.scale.weight.grad == 1
-    assert model.scale.weights[0] is model.scale.weight
-
-
-def test_a_call_whose_outputs_nobody_uses_gives_no_gradient():
-    model = Parts(
-        lambda self, x: (self.unused(x), self.used(x))[1], unused=Scale(), used=Scale()
-    )
-
-    cut_loop(train, model, (torch.ones(1),), rank_of=partition(model, unused=1, used=1))
-
-    assert model.unused.weight.grad is None and model.used.weight.grad == 1
-
-
-def test_without_gradient_there_is_none():
-    model = nested_model()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            result = cut_loop(
-                lambda model, x: model(x),
-                model,
-                (torch.ones(2),),
-                rank_of={"": 0, "b": 1, "b.a": 0},
-            )
-
-        assert result.outputs[0].tolist() == [3.0, 3.0]
-        assert model.b.a.weight.grad is None
 
 
 def test_hooks_run_where_they_belong():
@@ -481,89 +300,7 @@ def test_hooks_run_where_they_belong():
     assert leaves[2] == 1.0
 
 
-def test_a_pre_hook_that_makes_the_weight_runs_as_the_owner():
-    def normed() -> Parts:
-        torch.manual_seed(1)
-        with pytest.warns(FutureWarning):
-            linear = torch.nn.utils.weight_norm(nn.Linear(2, 2))
-        return Parts(lambda self, x: self.linear(x), linear=linear)
-
-    model, whole = normed(), normed()
-    x = torch.randn(4, 2)
-
-    cut_loop(train, model, (x,), rank_of=partition(model, linear=1))
-    plain_loop(train, whole, (x,))
-
-    assert model.linear.weight_g.grad is not None
-    assert_same_bits(gradients(model), gradients(whole))
-
-
-def test_outputs_can_be_had_tensor_by_tensor():
-    model = Parts(lambda self, x: {"y": self.scale(x), "n": [len(x), -x]}, scale=Scale())
-    x = torch.tensor([1.0, 2.0])
-
-    result = cut_loop(
-        lambda model, x: model(x),
-        model,
-        (x,),
-        rank_of=partition(model, scale=1),
-        microbatches=2,
-    )
-
-    assert [tensor.item() for tensor in result.tensors()] == [1, 2, -1, -2]
-    assert not any(tensor.requires_grad for tensor in result.tensors())
-
-
 # Checkpoints.
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("where", ["in the callee", "around the call"])
-def test_a_checkpoint_computes_again_with_the_same_random_numbers(reentrant, where):
-    """With and without a checkpoint the gradients are the same, bit for bit."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.far = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.checkpointed = False
-
-        def _run(self, x: Tensor) -> Tensor:
-            x = nn.functional.dropout(self.linear(x), 0.5)
-            return nn.functional.dropout(self.far(x), 0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.checkpointed and torch.is_grad_enabled():
-                return checkpoint(self._run, x, use_reentrant=reentrant)
-            return self._run(x)
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.block = nn.Linear(WIDTH, WIDTH), Block()
-            self.dropout = nn.Dropout(0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.dropout(self.block(self.first(x)))
-
-    rank_of = {"": 0, "first": 0, "dropout": 0, "block": 1, "block.linear": 1, "block.far": 1}
-    if where == "around the call":
-        rank_of.update({"block": 0, "block.linear": 2, "block.far": 1})
-    torch.manual_seed(1)
-    model = Root()
-    again = copy.deepcopy(model)
-    again.block.checkpointed = True
-    x = torch.randn(6, WIDTH)
-
-    results = []
-    for each in (model, again):
-        torch.manual_seed(2)
-        results.append(cut_loop(train, each, (x,), rank_of=rank_of, microbatches=2))
-
-    assert_same_outputs(results[1].outputs, results[0].outputs)
-    assert_same_bits(gradients(again), gradients(model))
-    more = len(results[1].requests) - len(results[0].requests)
-    assert more > 0 if where == "around the call" else more == 0
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -571,14 +308,14 @@ def test_what_is_computed_again_runs_as_the_request_that_called_the_checkpoint(r
     """Not as the callee, in whose backward it may be: its own children are here."""
     ranks = []
 
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.far = Scale(2.0)
-            self.near = Parts(lambda self, x: (ranks.append("near"), x)[1], scale=Scale())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(lambda x: self.far(self.near(x)), x, use_reentrant=reentrant)
+    @module_of(
+        lambda: {
+            "far": Scale(2.0),
+            "near": Parts(lambda self, x: (ranks.append("near"), x)[1], scale=Scale()),
+        }
+    )
+    def Inner(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.far(self.near(x)), x, use_reentrant=reentrant)
 
     model = Parts(lambda self, x: self.inner(self.first(x)), first=Scale(), inner=Inner())
     rank_of = {path: 0 for path, _ in model.named_modules()} | {"inner.far": 1}
@@ -592,41 +329,39 @@ def test_what_is_computed_again_runs_as_the_request_that_called_the_checkpoint(r
 # What is refused.
 
 
-def test_a_module_without_a_rank_is_refused():
-    with pytest.raises(ValueError, match="no rank for module 'b.a'"):
-        cut_loop(train, nested_model(), rank_of={"": 0, "b": 1})
+def scaled(**members) -> Parts:
+    return Parts(lambda self, x: self.scale(x), scale=Scale(), **members)
 
 
-def test_a_root_on_another_rank_is_refused():
-    with pytest.raises(ValueError, match="root must be on rank 0, not 1"):
-        cut_loop(train, Scale(), rank_of={"": 1})
-
-
-def test_shared_parameters_on_two_ranks_are_refused():
+def tied() -> nn.Sequential:
     model = nn.Sequential(Scale(), Scale())
     model[1].weight = model[0].weight
-
-    with pytest.raises(ValueError, match="1.weight on rank 1 is 0.weight on rank 0"):
-        cut_loop(train, model, rank_of={"": 0, "0": 0, "1": 1})
+    return model
 
 
-def test_the_use_of_another_ranks_parameter_is_an_error():
-    model = Parts(lambda self, x: x * self.scale.weight, scale=Scale())
+REFUSED = [
+    (nested_model, {"": 0, "b": 1}, train, "no rank for module 'b.a'"),
+    (Scale, {"": 1}, train, "root must be on rank 0, not 1"),
+    (tied, {"": 0, "0": 0, "1": 1}, train, "1.weight on rank 1 is 0.weight on rank 0"),
+    (
+        lambda: Parts(lambda self, x: x * self.scale.weight, scale=Scale()),
+        {"": 0, "scale": 1},
+        train,
+        "scale.weight of rank 1 was used by code",
+    ),
+    (
+        scaled,
+        {"": 0, "scale": 1},
+        lambda model, x: model(x).sum().backward(),
+        "must begin with model.backward",
+    ),
+]
 
-    with pytest.raises(RuntimeError, match="scale.weight of rank 1 was used by code"):
-        cut_loop(train, model, (torch.ones(1),), rank_of=partition(model, scale=1))
 
-
-def test_a_backward_that_the_model_did_not_begin_is_an_error():
-    model = Parts(lambda self, x: self.scale(x), scale=Scale())
-
-    with pytest.raises(RuntimeError, match="must begin with model.backward"):
-        cut_loop(
-            lambda model, x: model(x).sum().backward(),
-            model,
-            (torch.ones(1),),
-            rank_of=partition(model, scale=1),
-        )
+@pytest.mark.parametrize(("make", "rank_of", "step", "told"), REFUSED)
+def test_what_is_refused(make, rank_of, step, told):
+    with pytest.raises((ValueError, RuntimeError), match=told):
+        cut_loop(step, make(), (torch.ones(1),), rank_of=rank_of)
 
 
 def test_a_step_that_fails_leaves_the_model_as_it_was():

@@ -32,6 +32,12 @@ def split_over_all_ranks(**config: Any) -> None:
     smp.init({"tensor_parallel_degree": int(os.environ["OMPI_COMM_WORLD_SIZE"]), **config})
 
 
+def in_float64(seed: int) -> None:
+    """What is made from here on is of float64, and of this seed."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(seed)
+
+
 class WholeJob:
     """A split model and its reference, side by side.
 
@@ -131,6 +137,13 @@ class WholeJob:
             assert_near(self.model.clip_grad_norm_(max_norm), want, f"norm of step {step}")
         self.optimizer.step()
         self.plain_optimizer.step()
+
+    def run(self, steps: int, max_norm: float | None = None) -> "WholeJob":
+        """So many steps, and the parameters after them."""
+        for step in range(steps):
+            self.step(step, max_norm)
+        self.check_parameters()
+        return self
 
 
 def own(parameter: Tensor) -> Tensor:
