@@ -34,7 +34,8 @@ from smp.modules.gates import Turns
 from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
 from smp.pytorch.compiled_code import not_traced
-from smp.runtime import chain, forward_attributes, microbatches, runtime, sync_batch_norm
+from smp.runtime import chain, forward_attributes, microbatches, sync_batch_norm
+from smp.runtime_state import CurrentStep, Runtime
 from smp.saving import state_dicts
 from smp.slicing import parameter_marks
 from smp.slicing.slices import (
@@ -123,7 +124,7 @@ class DistributedModel(live_models.LiveModel):
         super().__init__()
         module = inner_module.wrapped_of(module)
         self._smp_wrap(module)
-        self._smp_runtime = runtime.get("smp.DistributedModel")
+        self._smp_runtime = state.job("smp.DistributedModel").runtime
         self._smp_trace_times = trace_execution_times
         self._smp_trace_memory = trace_memory_usage
         self._smp_trace_device = trace_device
@@ -135,7 +136,7 @@ class DistributedModel(live_models.LiveModel):
         self._smp_post_partition_hooks: OrderedDict[int, Callable] = OrderedDict()
         self._smp_post_step_hooks: OrderedDict[int, Callable] = OrderedDict()
         state.model = self
-        self._smp_runtime.add_model(self)
+        live_models.add(self)
         self._smp_entries: list[remote_modules.Entry] = []
         self._smp_runs: remote_modules.Runs = {}
         # Modules on this rank with a forward that changes their buffers.
@@ -240,12 +241,12 @@ class DistributedModel(live_models.LiveModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; with pipeline parallelism only inside a step."""
         rt = self._smp_runtime
-        if rt.pp_size > 1 and not rt.tracing and _core.current() is None:
+        if rt.pp_size > 1 and not rt.step.is_traced and _core.current() is None:
             raise RuntimeError(
                 "smp: the model was called outside a step: with pipeline_parallel_degree "
                 f"{rt.pp_size} call it inside a function with @smp.step"
             )
-        if self._smp_data_parallel is not None and rt.pp_size == 1 and not rt.in_step:
+        if self._smp_data_parallel is not None and rt.pp_size == 1 and not rt.step.is_under_way:
             return self._smp_data_parallel.forward_outside_step(
                 lambda: self._smp_call(*args, **kwargs)
             )
@@ -254,10 +255,10 @@ class DistributedModel(live_models.LiveModel):
     @not_traced("a model that smp distributes", and_all_below=False)
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
         rt = self._smp_runtime
-        if group.size() == 1 or rt.tracing:
+        if group.size() == 1 or rt.step.is_traced:
             return self._smp_module(*args, **kwargs)
         some = next(self._smp_module.parameters(), None)
-        if not rt.in_step and some is not None and is_of_split_model(some):
+        if not rt.step.is_under_way and some is not None and is_of_split_model(some):
             random_streams.share()
         with chain.opened():
             out = self._smp_module(*args, **kwargs)
@@ -275,24 +276,24 @@ class DistributedModel(live_models.LiveModel):
             RuntimeError: outside a step, with pipeline parallelism.
         """
         rt = self._smp_runtime
-        if rt.tracing:
-            rt.traced_backwards += 1
+        if rt.step.is_traced:
+            rt.step.traced_backwards += 1
             return
-        rt.saw_backward = True
-        rt.backward_calls += 1
+        rt.step.saw_backward = True
+        rt.step.backward_calls += 1
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
         if rt.pp_size == 1:
-            rt.in_backward = True
+            rt.step.enter_backward()
             with nullcontext() if group.size() == 1 else chain.in_this_thread():
                 torch.autograd.backward(
-                    tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
+                    tensors, _seeds(rt.step, tensors, grad_tensors, self._smp_average_grads)
                 )
-            rt.in_backward = False
+            rt.step.leave_backward()
             return
         _core.begin_backward()
         try:
             torch.autograd.backward(
-                tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
+                tensors, _seeds(rt.step, tensors, grad_tensors, self._smp_average_grads)
             )
         finally:
             _core.end_backward()
@@ -302,7 +303,7 @@ class DistributedModel(live_models.LiveModel):
             return super()._apply(fn, recurse)
         rt = self._smp_runtime
         conversion.convert(self._smp_module, fn, set(self.local_modules()))
-        install_gradients(rt, [m for m in rt.live_models() if m.partitioned])
+        install_gradients(rt, [m for m in live_models.living() if m.partitioned])
         return self
 
     # ---------------------------------------------------------------- data parallelism
@@ -482,9 +483,11 @@ class DistributedModel(live_models.LiveModel):
         expected = list(turns.expected)
         for path, gate in turns.modules.items():
             earlier = named[path].__dict__.get(stand_ins.GATE)
-            if earlier is not None and rt.gates[earlier] != expected[gate]:
+            if earlier is not None and rt.tables.gates[earlier] != expected[gate]:
                 expected[gate] = 0
-        return [rt.next_gate(count) for count in (*expected, 0)]
+        first = len(rt.tables.gates)
+        rt.tables.gates.extend((*expected, 0))
+        return list(range(first, len(rt.tables.gates)))
 
     def _smp_run_post_partition_hooks(self) -> None:
         """Call the hooks once, after the partition and before the first step computes."""
@@ -709,13 +712,40 @@ class DistributedModel(live_models.LiveModel):
         return sum(_whole_size(p) for p in self._smp_module.parameters())
 
 
+def _seeds(step: CurrentStep, tensors: tuple[Tensor, ...], given: Any, average: bool) -> list:
+    """The first gradients of a backward; None is a scalar's 1.
+
+    With averaging, microbatch i starts with its share n_i/N of the samples: the gradients
+    are those of the whole batch's mean.
+    """
+    if given is None or isinstance(given, Tensor):
+        given = [given] * len(tensors)
+    here = _core.current()
+    share = 1.0
+    if average and len(step.weights) > 1:
+        share = step.weights[step.microbatch if here is None else here] / sum(step.weights)
+    seeds = []
+    for tensor, seed in zip(tensors, given, strict=True):
+        if seed is None:
+            if tensor.numel() != 1:
+                raise RuntimeError(
+                    f"smp: model.backward got a tensor of shape {tuple(tensor.shape)}; "
+                    "give a scalar loss, or grad_tensors"
+                )
+            seed = None if share == 1.0 else torch.full_like(tensor, share)
+        elif share != 1.0:
+            seed = seed * share
+        seeds.append(seed)
+    return seeds
+
+
 def _whole_size(parameter: nn.Parameter) -> int:
     return prod(whole_shape(parameter))
 
 
-def install(rt: runtime.Runtime) -> None:
+def install(rt: Runtime) -> None:
     """Tell the core about the entries, parameters and gradients of all models."""
-    models = [m for m in rt.live_models() if m.partitioned]
+    models = [m for m in live_models.living() if m.partitioned]
     modules: list[nn.Module] = []
     parameters: list[Any] = []
     owners: list[int] = []
@@ -741,7 +771,7 @@ def install(rt: runtime.Runtime) -> None:
         remote_modules.number_runs(parts, model._smp_runs, len(entries))
         entries += [tuple(entry) for entry in model._smp_entries]
     _core.set_entries(entries)
-    _core.set_gates(rt.gates if len(rt.gates) else None)
+    _core.set_gates(rt.tables.gates if len(rt.tables.gates) else None)
     _core.set_names(modules, parameters, owners, paths)
     install_gradients(rt, models)
 
@@ -751,7 +781,7 @@ def _sum_of_layouts(total: Tensor, term: Tensor) -> Tensor:
     return term + total if total.is_sparse else total + term
 
 
-def install_gradients(rt: runtime.Runtime, models: list[live_models.LiveModel]) -> None:
+def install_gradients(rt: Runtime, models: list[live_models.LiveModel]) -> None:
     """Tell the core of the local parameters with gradients from each entry."""
     # Models may share some.
     everyone = {id(p): p for m in models for p in m.local_parameters()}
@@ -770,11 +800,13 @@ def install_gradients(rt: runtime.Runtime, models: list[live_models.LiveModel]) 
             uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
             first.append(len(uses))
     _core.gradients_setup(local, first, uses, _sum_of_layouts)
-    rt.parameters = local
+    tables = rt.tables
+    tables.parameters = local
     rt.staging.live_with(t for m in models for t in (*m.local_parameters(), *m.local_buffers()))
-    rt.trains = bytes(trains)
-    rt.grad_flags = flags = requires_grad_flags(models)
-    rt.grad_told = f"{sum(flags)} of {len(flags)} parameters require grad ({crc32(flags):08x})"
+    tables.trains = bytes(trains)
+    tables.grad_flags = flags = requires_grad_flags(models)
+    number_of_flags = f"{sum(flags)} of {len(flags)} parameters require grad"
+    tables.grad_told = f"{number_of_flags} ({crc32(flags):08x})"
 
 
 def clip_grad_norm_(model: DistributedModel, max_norm: float, norm_type: float = 2.0) -> Tensor:

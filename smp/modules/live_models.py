@@ -3,12 +3,15 @@
 They are the script's, free to drop them at any moment; so they are not held here.
 """
 
+import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+
+from smp.state_mod import state
 
 
 class LiveModel(nn.Module):
@@ -51,26 +54,50 @@ class LiveModel(nn.Module):
 
 
 _models: list[weakref.ref[LiveModel]] = []
+_new: list[weakref.ref[LiveModel]] = []  # since the last step
 
 
 def add(model: LiveModel) -> None:
-    """Add the newest one."""
-    _models.append(weakref.ref(model))
+    """Add the newest one, made on all ranks."""
+    _new.append(weakref.ref(model))
+    _models.append(_new[-1])
 
 
 def forget() -> None:
     """Forget all models: the job has ended."""
     _models.clear()
+    _new.clear()
 
 
-def made() -> int:
-    """The number of models so far in this job."""
-    return len(_models)
+def collect_replaced() -> bool:
+    """Before the first step after a model was made: end the models replaced by it.
+
+    A dropped model may live in a cycle of references until the garbage is collected, on
+    each rank at moments of its own.  Here all ranks collect.
+
+    Returns:
+        whether models may have ended here.
+    """
+    collects = bool(_new) and len(_models) > 1
+    if collects:
+        gc.collect()
+    _new.clear()
+    return collects
 
 
 def living() -> list[LiveModel]:
     """The models still in existence."""
     return [model for model in (ref() for ref in _models) if model is not None]
+
+
+def of_job(caller: str) -> list[LiveModel]:
+    """The same, for a function in need of a job.
+
+    Raises:
+        RuntimeError: before ``smp.init``; the text names the caller.
+    """
+    state.job(caller)
+    return living()
 
 
 def home_of(module: nn.Module) -> tuple[str, int] | None:
