@@ -17,17 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from smp import _core, model, ranks
+from smp import _core, ranks
 from smp.collectives import objects
+from smp.data_parallel import data_parallel
+from smp.execution import applied_partition
 from smp.modules import device_placement, live_models
 from smp.modules.gates import Turns
-from smp.modules.live_models import LiveModel
+from smp.modules.live_models import LiveModel, record_of
 from smp.modules.pins import PartitionError, inherit_pin, pin_of
 from smp.partitioning import first_forward, shared, traced_tensors, tracing
 from smp.partitioning.partition import Partition, make_partition
 from smp.partitioning.turns import turns_of
 from smp.ranks import CommGroup
-from smp.runtime import failures, pool, sync_batch_norm
+from smp.runtime import core_tables, failures, pool, sync_batch_norm
 from smp.runtime.forward_attributes import ForwardState
 from smp.runtime_state import Runtime
 from smp.saving import state_dicts
@@ -74,7 +76,7 @@ def partition_models(
         return _decide(rt, models, traces)
 
     def decide_again() -> tuple | None:
-        modules = [one._smp_module for one in models]
+        modules = [one.module for one in models]
         replaced, flags = first_forward.make(modules, packed)
         for old, new in replaced:
             inherit_pin(old, new)
@@ -101,16 +103,15 @@ def partition_models(
     _check_models(models, partitions, turns)
     rt.step.backwards = max(1, backwards)
     for one, partition, its, state in zip(models, partitions, turns, states, strict=True):
-        one._smp_apply_partition(partition, its, ForwardState(*state))
+        applied_partition.apply(one, partition, its, ForwardState(*state))
     _core.trim_heap()
     if rt.home is not None:
         device_placement.trim(rt.home)
     rt.expected_in_pool += pools[rt.pp_rank]
     _core.expect_in_pool(rt.expected_in_pool)
-    model.install(rt)
-    for one in models:
-        if one._smp_data_parallel is not None:
-            one._smp_data_parallel.broadcast()
+    core_tables.install(rt)
+    for member in data_parallel.members_of(models):
+        member.broadcast()
     for one in models:
         state_dicts.load_deferred(one)
     waiting = list(rt.after_partition)
@@ -118,7 +119,7 @@ def partition_models(
     for load in waiting:
         load()
     for one in models:
-        one._smp_run_post_partition_hooks()
+        record_of(one).post_partition_hooks.run(one)
 
 
 def _share_decision(rt: Runtime, mine: bytes) -> tuple[bytes, list[bytes]]:
@@ -188,9 +189,9 @@ def _traces(
 ) -> Sequence[tracing.Trace | None]:
     """The models' traces; None for each with ``skip_tracing``."""
     for one in models:
-        _refuse_compiled_modules(one._smp_module)
+        _refuse_compiled_modules(one.module)
         if rt.boot.size > 1:
-            _refuse_lazy_modules(one._smp_module)
+            _refuse_lazy_modules(one.module)
     if rt.cfg.skip_tracing:
         return [None] * len(models)
     if rt.in_sequence:
@@ -211,14 +212,12 @@ def _decide(
     for trace, partition in zip(traces, partitions, strict=True):
         if trace is not None:
             _check_grad_flags(rt, trace, partition)
-    gates = [
-        tuple(turns_of(m._smp_module, trace)) for m, trace in zip(models, traces, strict=True)
-    ]
+    gates = [tuple(turns_of(m.module, trace)) for m, trace in zip(models, traces, strict=True)]
     pools = [0] * rt.pp_size
     for m, trace, partition in zip(models, traces, partitions, strict=True):
         if trace is not None:
             more = pool.expected_bytes(
-                m._smp_module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
+                m.module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
             )
             pools = [a + b for a, b in zip(pools, more, strict=True)]
     packed = [p.to_bytes() for p in partitions]
@@ -237,7 +236,7 @@ def _partitions(
     out = []
     for number, (m, trace) in enumerate(zip(models, traces, strict=True)):
         decision = make_partition(
-            m._smp_module,
+            m.module,
             trace,
             degree=rt.pp_size,
             memory_weight=cfg.memory_weight,
@@ -245,7 +244,7 @@ def _partitions(
             auto=cfg.auto_partition,
             homes=shared.pinned_homes(models[number + 1 :]) | homes,
         )
-        its = shared.homes_in(m._smp_module, decision.rank_of, states[number].buffers)
+        its = shared.homes_in(m.module, decision.rank_of, states[number].buffers)
         homes = its | homes
         out.append(decision)
     return out
@@ -301,7 +300,7 @@ def _trace(
     For the run, the whole models are on the accelerator.  Where they do not fit, the trace is
     the CPU's; where the CPU cannot run them, the accelerator's.
     """
-    placed = [m._smp_module for m in live_models.living() if m.partitioned]
+    placed = [m.module for m in live_models.partitioned()]
     with traced_tensors.as_in_one_process(placed):
         return _trace_whole(rt, models, placed, run_traced)
 
@@ -313,7 +312,8 @@ def _trace_whole(
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
     """The traces of models whole on this rank, beside other whole ones."""
-    modules = [m._smp_module for m in models]
+    modules = [m.module for m in models]
+    traced = [record_of(m).trace for m in models]
     meta = any(p.is_meta for module in modules for p in module.parameters())
 
     def trace_on(device: torch.device | None) -> list[tracing.Trace]:
@@ -321,8 +321,8 @@ def _trace_whole(
             return tracing.trace_models(
                 modules,
                 lambda: run_traced(device),
-                times=any(m._smp_trace_times for m in models),
-                memory=any(m._smp_trace_memory for m in models),
+                times=any(options.times for options in traced),
+                memory=any(options.memory for options in traced),
                 meta=meta,
                 check=partial(_check_collective, rt),
             )
@@ -330,7 +330,7 @@ def _trace_whole(
     home = rt.home
     if home is None or meta:
         return trace_on(None)
-    if all(m._smp_trace_device == "gpu" for m in models):
+    if all(options.device == "gpu" for options in traced):
         try:
             return _traced_at(home, [*placed, *modules], trace_on)
         except torch.OutOfMemoryError:
@@ -418,7 +418,7 @@ def _forward_state(one: LiveModel, trace: tracing.Trace | None) -> ForwardState:
         return ForwardState({}, {})
     attributes: dict[str, tuple[str, ...]] = {}
     buffers: dict[str, tuple[str, ...]] = {}
-    for path, module in one._smp_module.named_modules():
+    for path, module in one.module.named_modules():
         seen = trace.modules[path]
         if seen.set_attributes:
             attributes[path] = seen.set_attributes
@@ -468,7 +468,7 @@ def _description(
     for number, (one, partition, its) in enumerate(
         zip(models, partitions, turns, strict=False)
     ):
-        for path, module in one._smp_module.named_modules():
+        for path, module in one.module.named_modules():
             where = f"on pp_rank {partition.rank_of.get(path, 'none')}"
             if (pin := pin_of(module)) is not None:
                 where += f", pinned to {pin}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp import _core, model, ranks
+from smp import _core, ranks
 from smp.collectives.objects import refuse_if_forked
 from smp.data_parallel import data_parallel
 from smp.data_parallel.reduction import Reduction
@@ -28,10 +28,10 @@ from smp.modules import (
     microbatch_attributes,
     travelling_changes,
 )
-from smp.modules.live_models import LiveModel
+from smp.modules.live_models import LiveModel, parts_of, record_of
 from smp.pytorch import accelerator, call_warnings, context_variables
 from smp.pytorch.restore import write_back
-from smp.runtime import failures, microbatches, thread_state
+from smp.runtime import core_tables, failures, microbatches, thread_state
 from smp.runtime_state import Runtime, StepPhase
 from smp.state_mod import state
 from smp.tensor_parallel import group
@@ -127,7 +127,7 @@ def _run_alone(
     try:
         hooked = live_models.living() if rt.hooks_wait else ()
         for one in hooked:
-            one._smp_run_post_partition_hooks()
+            record_of(one).post_partition_hooks.run(one)
         count = splitter.count(rt.cfg.microbatches, args, kwargs)
         calls, rt.step.weights = splitter.split(count, args, kwargs)
         if rt.home is not None:
@@ -135,8 +135,9 @@ def _run_alone(
         output = _run_in_order(rt, function, detach, calls)
         if hooked:
             for one in hooked:
-                one._smp_run_post_step_hooks()
-            rt.hooks_wait = any(one._smp_has_hooks() for one in live_models.living())
+                record_of(one).post_step_hooks.run(one)
+            records = [record_of(one) for one in live_models.living()]
+            rt.hooks_wait = any(r.post_partition_hooks or r.post_step_hooks for r in records)
         return output
     finally:
         rt.step.end()
@@ -209,17 +210,17 @@ class Step:
             self._move_inputs()
             if rt.pp_size == 1:
                 for one in models:
-                    one._smp_run_post_partition_hooks()
+                    record_of(one).post_partition_hooks.run(one)
                 run = self._run_unpipelined
             else:
                 run = self._run_pipelined
-            replicated = [m for m in models if m._smp_data_parallel is not None]
+            replicated = [m for m in models if record_of(m).replicas is not None]
             if replicated:
                 output = self._run_replicated(run, refused, replicated)
             else:
                 output = run(refused)
             for one in models:
-                one._smp_run_post_step_hooks()
+                record_of(one).post_step_hooks.run(one)
             if rt.pp_size > 1:
                 self._raise_late_signal()
             return output
@@ -258,7 +259,8 @@ class Step:
         rt, most = self.rt, self.rt.cfg.microbatches
         if rt.pp_rank != 0 or most == 1:
             return refused
-        synchronised = any(m.training and m._smp_has_sync_norm for m in live_models.living())
+        models = live_models.living()
+        synchronised = any(m.training and record_of(m).has_sync_norm for m in models)
         if rt.in_sequence or synchronised:
             others = ranks.get_dp_process_group()
         elif rt.tp_size > 1:
@@ -395,7 +397,7 @@ class Step:
 
     def _run_pipelined(self, refused: Exception | None) -> Any:
         rt = self.rt
-        models = [m for m in live_models.living() if m.partitioned]
+        models = live_models.partitioned()
         before = self.before = StepState(models)
         # Before any failure on one tp_rank alone.
         seed = random_streams.shared_seed(
@@ -403,8 +405,8 @@ class Step:
         )
         refused = self._split_as_others(refused)
         self.outputs = [None] * self.count
-        if model.requires_grad_flags(models) != rt.tables.grad_flags:
-            model.install_gradients(rt, models)
+        if core_tables.requires_grad_flags(models) != rt.tables.grad_flags:
+            core_tables.install_gradients(rt, models)
         try:
             plan = self._plan(refused)
         except Exception as error:
@@ -544,7 +546,7 @@ class Step:
         """
         ours = set(map(id, self.rt.tables.parameters))  # have a hook of the core's
         for one in live_models.living():
-            for name, parameter in one._smp_module.named_parameters():
+            for name, parameter in one.module.named_parameters():
                 there = getattr(parameter, "_post_accumulate_grad_hooks", None)
                 if there and len(there) > (id(parameter) in ours):
                     raise NotImplementedError(
@@ -632,7 +634,7 @@ class StepState:
         self.buffers = [
             (module._buffers, name, buffer, buffer.clone())
             for one in models
-            for module in one._smp_stateful
+            for module in parts_of(one).stateful
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]

@@ -51,7 +51,7 @@ def module_of(error: BaseException, models: Iterable[LiveModel]) -> str | None:
         for frame, _ in traceback.walk_tb(error.__traceback__)
         if frame.f_code.co_name == _CALL
     ]
-    paths = {id(m): path for one in models for path, m in one._smp_module.named_modules()}
+    paths = {id(m): path for one in models for path, m in one.module.named_modules()}
     return next((path for m in reversed(called) if (path := paths.get(id(m)))), None)
 
 

@@ -73,7 +73,7 @@ def alone(models: Sequence["LiveModel"]) -> Iterator[None]:
 
 def _modules(models: Sequence["LiveModel"]) -> Iterator[tuple[str, Any]]:
     for one in models:
-        for path, module in one._smp_module.named_modules():
+        for path, module in one.module.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 yield path, module
 

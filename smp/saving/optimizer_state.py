@@ -30,8 +30,9 @@ def _owners(optimizer: LiveOptimizer) -> list[int | None]:
     owner_of: dict[int, int] = {}
     for model in live_models.of_job("DistributedOptimizer"):
         if model.partitioned:
-            for name, parameter in model._smp_module.named_parameters():
-                owner_of[id(parameter)] = model._smp_owners[name]
+            owners = live_models.parts_of(model).owners
+            for name, parameter in model.module.named_parameters():
+                owner_of[id(parameter)] = owners[name]
     return [owner_of.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -44,7 +45,7 @@ def _waits(optimizer: LiveOptimizer) -> bool:
         id(p) in mine
         for model in live_models.living()
         if not model.partitioned
-        for p in model._smp_module.parameters()
+        for p in model.module.parameters()
     )
 
 

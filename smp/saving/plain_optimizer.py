@@ -119,8 +119,8 @@ def plain_optimizer(optimizer: LiveOptimizer) -> PlainOptimizer | None:
     places: list[tuple[tuple[int, int, int], str, int]] = []
     left = dict(at)
     for model in live_models.of_job("DistributedOptimizer"):
-        named = {name: id(p) for name, p in model._smp_module.named_parameters()}
-        corresponding = model._smp_counterparts
+        named = {name: id(p) for name, p in model.module.named_parameters()}
+        corresponding = live_models.record_of(model).counterparts
         if corresponding is None or not left.keys() & named.values():
             continue
         begins: dict[int, int] = {}

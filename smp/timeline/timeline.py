@@ -76,7 +76,8 @@ def save_trace(path: str | os.PathLike) -> None:
     # Clocks of different hosts are compared by reading them when a collective ends.
     hosts = allgather(boot.host, CommGroup.PP_GROUP)
     now = time.monotonic_ns()
-    paths = [entry.path for model in live_models.living() for entry in model._smp_entries]
+    models = live_models.partitioned()
+    paths = [entry.path for model in models for entry in live_models.parts_of(model).entries]
     everyone = allgather((now, list(_core.timeline()), paths), CommGroup.PP_GROUP)
     if rank() != 0:
         return
