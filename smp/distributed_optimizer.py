@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from smp import ranks
+from smp.modules import live_models
 from smp.optimizers import clip_by_the_models_norm
-from smp.runtime import runtime
 from smp.saving import optimizer_state
 from smp.slicing.slices import slices_of, whole_shape
 from smp.state_mod import state
@@ -94,7 +94,7 @@ def _cut_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _name_of(parameter: torch.Tensor) -> str:
-    for model in runtime.get("smp.DistributedOptimizer").live_models():
+    for model in live_models.of_job("smp.DistributedOptimizer"):
         for name, one in model.named_parameters():
             if one is parameter:
                 return f"'{name}'"

@@ -2,16 +2,13 @@
 
 import copy
 import warnings
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -23,19 +20,14 @@ from smp.modules import (
     delayed_init,
     device_placement,
     inner_module,
-    late_hooks,
     late_modules,
     live_models,
-    microbatch_attributes,
-    remote_modules,
-    stand_ins,
-    stores,
 )
-from smp.modules.gates import Turns
+from smp.modules.live_models import ModelRecord, TraceOptions
 from smp.optimizers import clip_by_the_models_norm
-from smp.partitioning.partition import Partition, make_partition
+from smp.partitioning.partition import make_partition
 from smp.pytorch.compiled_code import not_traced
-from smp.runtime import chain, forward_attributes, microbatches, runtime, sync_batch_norm
+from smp.runtime import backward, chain, core_tables, microbatches, sync_batch_norm
 from smp.saving import state_dicts
 from smp.slicing import parameter_marks
 from smp.slicing.slices import (
@@ -51,11 +43,10 @@ from smp.tensor_parallel.backward import gradients
 from smp.tensor_parallel.rows import random_streams
 from smp.tensor_parallel.script_uses import gathers_of
 from smp.tensor_parallel.splits import in_place, marking, replaced_parameters
-from smp.tensor_parallel.splits.counterparts import Counterparts, counterparts, shapes_of
+from smp.tensor_parallel.splits.counterparts import counterparts, shapes_of
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport
-    from smp.runtime.forward_attributes import ForwardState
 
 
 class DistributedModel(live_models.LiveModel):
@@ -124,25 +115,12 @@ class DistributedModel(live_models.LiveModel):
         super().__init__()
         module = inner_module.wrapped_of(module)
         self._smp_wrap(module)
-        self._smp_runtime = runtime.get("smp.DistributedModel")
-        self._smp_trace_times = trace_execution_times
-        self._smp_trace_memory = trace_memory_usage
-        self._smp_trace_device = trace_device
+        rt = state.job("smp.DistributedModel").runtime
+        trace = TraceOptions(trace_device, trace_execution_times, trace_memory_usage)
+        record = self._smp_record = ModelRecord(rt, trace)
         self._smp_average_grads = average_grads_across_microbatches
-        self._smp_decision: Partition | None = None
-        self._smp_owners: dict[str, int] = {}
-        # Buffers changed by modules, of any rank: the module's path -> their names.
-        self._smp_changing: dict[str, tuple[str, ...]] = {}
-        self._smp_post_partition_hooks: OrderedDict[int, Callable] = OrderedDict()
-        self._smp_post_step_hooks: OrderedDict[int, Callable] = OrderedDict()
         state.model = self
-        self._smp_runtime.add_model(self)
-        self._smp_entries: list[remote_modules.Entry] = []
-        self._smp_runs: remote_modules.Runs = {}
-        # Modules on this rank with a forward that changes their buffers.
-        self._smp_stateful: list[nn.Module] = []
-        self._smp_deferred_loads: list[tuple] = []
-        rt = self._smp_runtime
+        live_models.add(self)
         if rt.home is None and rt.cfg.device == "auto":
             rt.home = device_placement.home_of(module, rt.boot.local_rank)
         if rt.pp_size == 1:
@@ -151,13 +129,11 @@ class DistributedModel(live_models.LiveModel):
                 device_placement.move(module, rt.home)
         # The outcomes of tensor parallelism's splits of modules.
         self._smp_split: list[in_place.Outcome] = []
-        self._smp_counterparts: Counterparts | None = None
         if group.size() > 1 or marking.is_marked(module):
             self._smp_split_over_the_tp_group()
-        self._smp_has_sync_norm = sync_batch_norm.is_in(module)
-        self._smp_data_parallel: DataParallel | None = None
+        record.has_sync_norm = sync_batch_norm.is_in(module)
         if ranks.dp_size() > 1:
-            self._smp_data_parallel = DataParallel(
+            record.replicas = DataParallel(
                 self,
                 overlapping_allreduce=overlapping_allreduce,
                 backward_passes_per_step=backward_passes_per_step,
@@ -165,8 +141,8 @@ class DistributedModel(live_models.LiveModel):
                 broadcast_buffers=broadcast_buffers,
                 gradient_as_bucket_view=gradient_as_bucket_view,
             )
-            if self._smp_runtime.pp_size == 1:
-                self._smp_data_parallel.broadcast()
+            if rt.pp_size == 1:
+                record.replicas.broadcast()
 
     def _smp_wrap(self, module: nn.Module) -> None:
         inner_module.give(module)
@@ -179,7 +155,8 @@ class DistributedModel(live_models.LiveModel):
     def _smp_split_over_the_tp_group(self) -> None:
         plain = shapes_of(self._smp_module)
         module, self._smp_split = activation_checkpointing.split_in_place(self._smp_module)
-        self._smp_counterparts = counterparts(module, plain)
+        self._smp_record.split_paths = tuple(o.path for o in self._smp_split if not o.reason)
+        self._smp_record.counterparts = counterparts(module, plain)
         if state.optimizer is not None:
             replaced_parameters.refuse(state.optimizer.param_groups)
         if module is not self._smp_module:
@@ -196,11 +173,7 @@ class DistributedModel(live_models.LiveModel):
         mark_model(self._smp_module)
         parameter_marks.keep_from_now()
         late_modules.refuse_from_now(self._smp_module, is_split=True)
-        self._smp_scale_gradients()
-
-    def _smp_scale_gradients(self) -> None:
-        if group.size() > 1:
-            gradients.scale(self._smp_module)
+        gradients.scale(self._smp_module)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -235,30 +208,28 @@ class DistributedModel(live_models.LiveModel):
     @property
     def partitioned(self) -> bool:
         """Whether the partition has been made."""
-        return self._smp_decision is not None
+        return self._smp_record.parts is not None
 
     @not_traced("a model that smp distributes", and_all_below=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; with pipeline parallelism only inside a step."""
-        rt = self._smp_runtime
-        if rt.pp_size > 1 and not rt.tracing and _core.current() is None:
+        rt, replicas = self._smp_record.rt, self._smp_record.replicas
+        if rt.pp_size > 1 and not rt.step.is_traced and _core.current() is None:
             raise RuntimeError(
                 "smp: the model was called outside a step: with pipeline_parallel_degree "
                 f"{rt.pp_size} call it inside a function with @smp.step"
             )
-        if self._smp_data_parallel is not None and rt.pp_size == 1 and not rt.in_step:
-            return self._smp_data_parallel.forward_outside_step(
-                lambda: self._smp_call(*args, **kwargs)
-            )
+        if replicas is not None and rt.pp_size == 1 and not rt.step.is_under_way:
+            return replicas.forward_outside_step(lambda: self._smp_call(*args, **kwargs))
         return self._smp_call(*args, **kwargs)
 
     @not_traced("a model that smp distributes", and_all_below=False)
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
-        rt = self._smp_runtime
-        if group.size() == 1 or rt.tracing:
+        rt = self._smp_record.rt
+        if group.size() == 1 or rt.step.is_traced:
             return self._smp_module(*args, **kwargs)
         some = next(self._smp_module.parameters(), None)
-        if not rt.in_step and some is not None and is_of_split_model(some):
+        if not rt.step.is_under_way and some is not None and is_of_split_model(some):
             random_streams.share()
         with chain.opened():
             out = self._smp_module(*args, **kwargs)
@@ -275,35 +246,13 @@ class DistributedModel(live_models.LiveModel):
         Raises:
             RuntimeError: outside a step, with pipeline parallelism.
         """
-        rt = self._smp_runtime
-        if rt.tracing:
-            rt.traced_backwards += 1
-            return
-        rt.saw_backward = True
-        rt.backward_calls += 1
-        tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-        if rt.pp_size == 1:
-            rt.in_backward = True
-            with nullcontext() if group.size() == 1 else chain.in_this_thread():
-                torch.autograd.backward(
-                    tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
-                )
-            rt.in_backward = False
-            return
-        _core.begin_backward()
-        try:
-            torch.autograd.backward(
-                tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
-            )
-        finally:
-            _core.end_backward()
+        backward.run(self._smp_record.rt, tensors, grad_tensors, self._smp_average_grads)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if self._smp_decision is None:
+        if not self.partitioned:
             return super()._apply(fn, recurse)
-        rt = self._smp_runtime
         conversion.convert(self._smp_module, fn, set(self.local_modules()))
-        install_gradients(rt, [m for m in rt.live_models() if m.partitioned])
+        core_tables.install_gradients(self._smp_record.rt, live_models.partitioned())
         return self
 
     # ---------------------------------------------------------------- data parallelism
@@ -313,7 +262,7 @@ class DistributedModel(live_models.LiveModel):
 
         They add up in ``.grad``; the next step outside the block averages the sums.
         """
-        replicas = self._smp_data_parallel
+        replicas = self._smp_record.replicas
         return nullcontext() if replicas is None else replicas.no_sync()
 
     def join(
@@ -338,11 +287,10 @@ class DistributedModel(live_models.LiveModel):
         Raises:
             NotImplementedError: there are several DistributedModels.
         """
-        if self._smp_data_parallel is None or not enable:
+        replicas = self._smp_record.replicas
+        if replicas is None or not enable:
             return nullcontext()
-        return self._smp_data_parallel.join(
-            divide_by_initial_world_size, throw_on_early_termination
-        )
+        return replicas.join(divide_by_initial_world_size, throw_on_early_termination)
 
     def register_comm_hook(self, state: Any, callable: Callable) -> None:
         """Have ``callable(state, bucket)`` exchange gradients, in place of the sum.
@@ -357,8 +305,8 @@ class DistributedModel(live_models.LiveModel):
         Raises:
             RuntimeError: a hook is registered already.
         """
-        if self._smp_data_parallel is not None:
-            self._smp_data_parallel.register_comm_hook(state, callable)
+        if self._smp_record.replicas is not None:
+            self._smp_record.replicas.register_comm_hook(state, callable)
 
     def get_module(self) -> nn.Module:
         """The wrapped module itself."""
@@ -413,124 +361,15 @@ class DistributedModel(live_models.LiveModel):
 
     # ------------------------------------------------------------------ the partition
 
-    def _smp_apply_partition(
-        self,
-        partition: Partition,
-        turns: Turns,
-        when_run: "ForwardState",
-    ) -> None:
-        """Make this rank's part of a decided partition: classes, parameters, entries.
-
-        Args:
-            turns: the places passed by microbatches in order.
-            when_run: other changes of its modules when run.
-        """
-        rt = self._smp_runtime
-        rank_of = partition.rank_of
-        self._smp_owners = remote_modules.parameter_owners(self._smp_module, rank_of)
-        delayed_init.materialize(
-            self._smp_module,
-            lambda name: self._smp_owners[name] == rt.pp_rank,
-            lambda path: rank_of[path] == rt.pp_rank,
-        )
-        self._smp_scale_gradients()  # of parameters with fresh values
-        self._smp_entries, self._smp_runs = remote_modules.make_entries(
-            self._smp_module, rank_of
-        )
-        self._smp_stateful = [
-            module
-            for path, module in self._smp_module.named_modules()
-            if path in turns.modules and rank_of[path] == rt.pp_rank
-        ]
-        gates = self._smp_make_gates(turns)
-        remote_modules.swap_classes(
-            self._smp_module,
-            rank_of,
-            rt.pp_rank,
-            self._smp_runs,
-            {path: gates[number] for path, number in turns.modules.items()},
-        )
-        if rt.pp_rank == 0:
-            forward_attributes.warn_of_shared(self._smp_module, when_run.attributes, rank_of)
-        forward_attributes.watch(self._smp_module, when_run.attributes)
-        microbatch_attributes.keep_apart(
-            self._smp_module,
-            {path for path, rank in rank_of.items() if rank == rt.pp_rank},
-            turns,
-            gates,
-            [one.path for one in self._smp_split if not one.reason],
-        )
-        remote_modules.free_remote_parameters(self._smp_module, self._smp_owners, rt.pp_rank)
-        remote_modules.mark_remote_buffers(
-            self._smp_module, rank_of, rt.pp_rank, when_run.buffers
-        )
-        self._smp_changing = when_run.buffers
-        self._smp_chainable = remote_modules.chainable(
-            self._smp_module,
-            self._smp_entries,
-            {
-                *turns.modules,
-                *turns.reads,
-                *turns.carried,
-                *turns.own,
-                *turns.restored,
-                *when_run.attributes,
-                *when_run.buffers,
-                *(path for path, names in stores.stored(dict(self._smp_module.named_modules())).items() if names),
-            },
-            [one.path for one in self._smp_split if not one.reason],
-        )
-        late_modules.refuse_from_now(self._smp_module)
-        late_modules.refuse_from_now(self)  # the same children
-        late_hooks.notice_from_now(self._smp_module, gates[-1], rt.pp_rank == 0)
-        self._smp_decision = partition
-        if rt.home is not None:
-            device_placement.move(self._smp_module, rt.home, set(self.local_modules()))
-
-    def _smp_make_gates(self, turns: Turns) -> list[int]:
-        """The numbers in this job of the model's gates, and of one more.
-
-        A microbatch passes that one at the end of its forward.  The number of a microbatch's
-        passes is unknown where another model's trace saw another number of calls.
-        """
-        rt = self._smp_runtime
-        named = dict(self._smp_module.named_modules())
-        expected = list(turns.expected)
-        for path, gate in turns.modules.items():
-            earlier = named[path].__dict__.get(stand_ins.GATE)
-            if earlier is not None and rt.gates[earlier] != expected[gate]:
-                expected[gate] = 0
-        return [rt.next_gate(count) for count in (*expected, 0)]
-
-    def _smp_run_post_partition_hooks(self) -> None:
-        """Call the hooks once, after the partition and before the first step computes."""
-        hooks, self._smp_post_partition_hooks = self._smp_post_partition_hooks, OrderedDict()
-        for hook in list(hooks.values()):
-            hook(self, state.optimizer)
-
-    def _smp_has_hooks(self) -> bool:
-        """Whether a hook is registered for the next step."""
-        return bool(self._smp_post_partition_hooks or self._smp_post_step_hooks)
-
-    def _smp_run_post_step_hooks(self) -> None:
-        """Call the hooks once, after the step."""
-        hooks, self._smp_post_step_hooks = self._smp_post_step_hooks, OrderedDict()
-        for hook in list(hooks.values()):
-            hook(self, state.optimizer)
-
     def register_post_partition_hook(self, hook: Callable) -> RemovableHandle:
         """Register ``hook(model, optimizer)``, called once, right after the partition."""
-        handle = RemovableHandle(self._smp_post_partition_hooks)
-        self._smp_post_partition_hooks[handle.id] = hook
-        self._smp_runtime.hooks_wait = True
-        return handle
+        self._smp_record.rt.hooks_wait = True
+        return self._smp_record.post_partition_hooks.register(hook)
 
     def register_post_step_hook(self, hook: Callable) -> RemovableHandle:
         """Register ``hook(model, optimizer)``, called once, after the first step that ends."""
-        handle = RemovableHandle(self._smp_post_step_hooks)
-        self._smp_post_step_hooks[handle.id] = hook
-        self._smp_runtime.hooks_wait = True
-        return handle
+        self._smp_record.rt.hooks_wait = True
+        return self._smp_record.post_step_hooks.register(hook)
 
     def partition_report(self) -> "PartitionReport":
         """The partition as text, by rank, and as a picture; and the parts split over ranks.
@@ -538,10 +377,12 @@ class DistributedModel(live_models.LiveModel):
         Raises:
             RuntimeError: before the first step: it makes the partition of a pipeline.
         """
-        decision = self._smp_decision
-        if decision is None and self._smp_runtime.pp_size == 1:
+        record = self._smp_record
+        if record.parts is not None:
+            decision: live_models.Partition = record.parts.partition
+        elif record.rt.pp_size == 1:
             decision = make_partition(self._smp_module, None, degree=1, memory_weight=0.8)
-        if decision is None:
+        else:
             raise RuntimeError(
                 "smp: the model is partitioned in its first step, not before; use smp.plan to "
                 "look ahead"
@@ -594,8 +435,9 @@ class DistributedModel(live_models.LiveModel):
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters owned by this rank, with their names; tied ones once."""
+        parts, pp_rank = self._smp_record.parts, self._smp_record.rt.pp_rank
         for name, parameter in self._smp_module.named_parameters():
-            if not self.partitioned or self._smp_owners[name] == self._smp_runtime.pp_rank:
+            if parts is None or parts.owners[name] == pp_rank:
                 yield name, parameter
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
@@ -620,10 +462,10 @@ class DistributedModel(live_models.LiveModel):
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that run on this rank, with their paths."""
-        rank_of = None if self._smp_decision is None else self._smp_decision.rank_of
+        parts, pp_rank = self._smp_record.parts, self._smp_record.rt.pp_rank
         for path, module in self._smp_module.named_modules():
             # A later module has no rank; it has no parameters either.
-            if rank_of is None or rank_of.get(path) == self._smp_runtime.pp_rank:
+            if parts is None or parts.partition.rank_of.get(path) == pp_rank:
                 yield path, module
 
     def local_modules(self) -> Iterator[nn.Module]:
@@ -653,12 +495,13 @@ class DistributedModel(live_models.LiveModel):
             KeyError: the model has no such module.
             RuntimeError: before the partition.
         """
-        if self._smp_decision is None:
+        parts = self._smp_record.parts
+        if parts is None:
             raise RuntimeError("smp: the model is partitioned in its first step, not before")
         wanted = module if isinstance(module, str) else inner_module.users_module(module)
         for path, candidate in self._smp_module.named_modules():
             if path == wanted or candidate is wanted:
-                return self._smp_decision.rank_of[path]
+                return parts.partition.rank_of[path]
         raise KeyError(f"smp: the model has no module {module!r}")
 
     def virtual_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -729,76 +572,6 @@ def _whole_size(parameter: nn.Parameter) -> int:
     return prod(whole_shape(parameter))
 
 
-def install(rt: runtime.Runtime) -> None:
-    """Tell the core about the entries, parameters and gradients of all models."""
-    models = [m for m in rt.live_models() if m.partitioned]
-    modules: list[nn.Module] = []
-    parameters: list[Any] = []
-    owners: list[int] = []
-    paths: list[str] = []
-    entries: list[tuple] = []
-    for model in models:
-        modules += list(model._smp_module.modules())
-        named = dict(model._smp_module.named_parameters())
-        for path, owner in model._smp_owners.items():
-            parameters.append(named[path])
-            owners.append(owner)
-            paths.append(path)
-        parts = dict(model._smp_module.named_modules())
-        assert model._smp_decision is not None
-        rank_of = model._smp_decision.rank_of
-        for path, names in model._smp_changing.items():
-            for name in names:
-                buffers, owner = parts[path]._buffers, rank_of[path]
-                # A forward may put another tensor in its place.
-                parameters.append((buffers, name) if owner == rt.pp_rank else buffers[name])
-                owners.append(owner)
-                paths.append(f"{path}.{name}".lstrip("."))
-        remote_modules.number_runs(parts, model._smp_runs, len(entries))
-        entries += [tuple(entry) for entry in model._smp_entries]
-    _core.set_entries(entries)
-    _core.set_gates(rt.gates if len(rt.gates) else None)
-    _core.set_names(modules, parameters, owners, paths)
-    install_gradients(rt, models)
-
-
-def _sum_of_layouts(total: Tensor, term: Tensor) -> Tensor:
-    """The sum of two gradients, one of them sparse, in torch's order: dense, then sparse."""
-    return term + total if total.is_sparse else total + term
-
-
-def install_gradients(rt: runtime.Runtime, models: list[live_models.LiveModel]) -> None:
-    """Tell the core of the local parameters with gradients from each entry."""
-    # Models may share some.
-    everyone = {id(p): p for m in models for p in m.local_parameters()}
-    local = [p for p in everyone.values() if p.requires_grad]
-    for parameter in local:
-        parameter_marks.attach_hooks(parameter)  # the core adds its own
-    number = {id(p): i for i, p in enumerate(local)}
-    first = array("i", [0])
-    uses = array("i")
-    flags = bytearray()
-    for model in models:
-        for entry, chains in zip(model._smp_entries, model._smp_chainable, strict=True):
-            members = entry.callable.children if entry.module is None else [entry.module]
-            inside = [p for m in members for p in m.parameters()]
-            trains = remote_modules.TRAINS * any(p.requires_grad for p in inside)
-            flags.append(trains | remote_modules.CHAINS * (chains and rt.cfg.fast_mode))
-            uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
-            first.append(len(uses))
-    _core.gradients_setup(local, first, uses, _sum_of_layouts)
-    rt.parameters = local
-    rt.staging.live_with(t for m in models for t in (*m.local_parameters(), *m.local_buffers()))
-    rt.entry_flags = bytes(flags)
-    rt.grad_flags = of_all = requires_grad_flags(models)
-    rt.grad_told = f"{sum(of_all)} of {len(of_all)} parameters require grad ({crc32(of_all):08x})"
-
-
 def clip_grad_norm_(model: DistributedModel, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """The same as ``model.clip_grad_norm_(max_norm, norm_type)``."""
     return model.clip_grad_norm_(max_norm, norm_type)
-
-
-def requires_grad_flags(models: list[live_models.LiveModel]) -> bytes:
-    """One byte a parameter: whether it requires grad now."""
-    return bytes(p.requires_grad for m in models for p in m._smp_module.parameters())

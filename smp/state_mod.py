@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from smp.job.collective_calls import Calls
+from smp.runtime_state import Runtime
 
 if TYPE_CHECKING:
     from smp.job.bootstrap import Bootstrap
@@ -29,6 +30,10 @@ class Job:
     calls: Calls = field(default_factory=Calls)  # collective ones, outside steps
     undo: ExitStack = field(default_factory=ExitStack)  # the work of smp.shutdown
     pid: int = field(default_factory=os.getpid)  # a forked child is not a rank
+    runtime: Runtime = field(init=False)  # of steps and models
+
+    def __post_init__(self) -> None:
+        self.runtime = Runtime(self.cfg, self.boot, self.placement, self.pid)
 
 
 class ModuleManager:
@@ -89,6 +94,16 @@ class State:
     @property
     def is_initialized(self) -> bool:
         return self._job is not None
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The state of steps and models, in a job."""
+        return None if self._job is None else self._job.runtime
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether the step function runs for the trace, before the first real step."""
+        return self._job is not None and self._job.runtime.step.is_traced
 
     def job(self, caller: str) -> Job:
         """The job, for a function in need of one.

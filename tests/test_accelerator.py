@@ -299,7 +299,7 @@ def test_host_memory_goes_back_when_the_device_has_read_it(device):
     for _ in range(3):
         step(model, torch.randn(64, WIDTH).to(on))
     smp.barrier()
-    smp.runtime.runtime.current.staging.end()
+    smp.state.runtime.staging.end()
     smp.barrier()
 
     assert _core.counters()["pool_blocks"] > 0

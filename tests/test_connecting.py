@@ -30,7 +30,7 @@ import smp
 import smdistributed.dataparallel.torch.torch_smddp
 from smp import _core
 from smp.collectives import ranks
-from smp.runtime import runtime
+from smp.start import core_session
 
 kind, sender = sys.argv[1], int(sys.argv[2])
 sent = getattr(signal, sys.argv[3])
@@ -95,7 +95,7 @@ class Core:
         begin(lambda: _core.connect(*args), self.card)
 
 
-ranks._core = runtime._core = Core()
+ranks._core = core_session._core = Core()
 if rank == sender or (sender < 0 and rank != 2):
     threading.Thread(target=signal_when_it_sleeps, daemon=True).start()
 try:

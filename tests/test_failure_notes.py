@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import smp
-from smp import _core
+from smp import _core, runtime_state
 from smp.execution import first_step
 from smp.pytorch import pickling, staging
-from smp.runtime import failures, runtime
+from smp.runtime import failures
 from smp.tensor_parallel.backward.step_end import PeerFailed
 from tests.models.partition import distributed
 from tests.ranks import on_ranks
@@ -281,4 +281,4 @@ def test_a_rank_is_named_as_closely_as_the_job_needs(size, group, in_sequence, n
     one = SimpleNamespace(
         core_group=group, pp_size=2, boot=SimpleNamespace(size=size), in_sequence=in_sequence
     )
-    assert runtime.Runtime.name_of(one, 1) == name
+    assert runtime_state.Runtime.name_of(one, 1) == name

@@ -6,7 +6,6 @@ and divided once.
 
 import copy
 import gc
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp.data_parallel import reduction
-from smp.runtime import runtime
+from smp.runtime_state import CurrentStep
 from tests.models.modules import module_of
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, assert_same_bits
@@ -361,14 +360,10 @@ def test_what_is_added_after_a_bucket_was_sent_counts(in_step, arrives_at_once, 
 @pytest.mark.parametrize("calls", [0, 1, 2, 3])
 def test_the_last_backward_is_that_of_the_last_microbatch_as_far_as_known(microbatch, calls):
     """Of a step whose microbatches had two before; outside a step each is the last."""
-    rt = SimpleNamespace(
-        weights=[1 / 3] * 3,
-        microbatch=microbatch,
-        backward_calls=calls,
-        backwards=2,
-        in_step=True,
-    )
-    last = runtime.Runtime.in_last_backward
-    assert last(rt) == (microbatch == 2 and calls >= 2)
-    rt.in_step = False
-    assert last(rt)
+    step = CurrentStep()
+    step.weights, step.backwards = [1 / 3] * 3, 2
+    step.microbatch, step.backward_calls = microbatch, calls
+    step.begin()
+    assert step.in_last_backward() == (microbatch == 2 and calls >= 2)
+    step.end()
+    assert step.in_last_backward()

@@ -115,8 +115,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
 # files and those of rooms before it, for typing and within functions, too.  `smp/__init__.py`
 # and the command line stand above all.
 ROOMS = (
-    "_version", "torch_versions", "not_built", "pytorch", "job", "state_mod", "ranks",
-    "collectives", "slicing", "optimizers", "modules", "partitioning", "runtime",
+    "_version", "torch_versions", "not_built", "pytorch", "job", "runtime_state", "state_mod",
+    "ranks", "collectives", "slicing", "optimizers", "modules", "partitioning", "runtime",
     "tensor_parallel", "checkpointing", "data_parallel", "saving", "amp",
     "distributed_optimizer", "model", "execution", "nn", "start", "timeline", "compat",
 )  # fmt: skip

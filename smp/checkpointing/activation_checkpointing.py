@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smp.modules import inner_module, live_models, stand_ins
 from smp.modules.stand_ins import CHECKPOINTING
-from smp.runtime import runtime
+from smp.state_mod import state
 from smp.tensor_parallel.rows import regions
 from smp.tensor_parallel.splits import in_place
 
@@ -134,8 +134,7 @@ def checkpointed(cls: type[nn.Module]) -> dict[str, Any]:
 
 def run(function: Callable, preserve: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call the function, keeping only its inputs for backward."""
-    tracing = runtime.current is not None and runtime.current.tracing
-    if tracing or not torch.is_grad_enabled():
+    if state.is_tracing or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     function = regions.found_again(function)
     return torch_checkpoint(

@@ -18,7 +18,7 @@ All replicas make the same steps, with the same models under ``no_sync()``.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,14 @@ from smp.collectives import objects
 from smp.data_parallel.buckets import Bucket, make_buckets
 from smp.data_parallel.group import Holders, Layout, Replicas, gradient_dtype
 from smp.data_parallel.reduction import Reduction
+from smp.modules import live_models
+from smp.modules.live_models import LiveModel, record_of
 from smp.ranks import CommGroup
 from smp.runtime import microbatches
 from smp.slicing.parameter_marks import attach_hooks
 from smp.slicing.slices import is_scaled_batch
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
-
-if TYPE_CHECKING:
-    from smp.modules.live_models import LiveModel
 
 CommHook = Callable[[Any, Bucket], "torch.futures.Future[Any]"]
 
@@ -65,7 +64,7 @@ class DataParallel:
 
     def __init__(
         self,
-        model: "LiveModel",
+        model: LiveModel,
         overlapping_allreduce: bool,
         backward_passes_per_step: int,
         bucket_cap_mb: float,
@@ -93,7 +92,8 @@ class DataParallel:
         self.is_joining = False
         self.reduction: Reduction | None = None
         self.additions: dict[int, int] = {}
-        self.keeps_apart_at_once = model._smp_runtime.pp_size > 1
+        self._rt = record_of(model).rt
+        self.keeps_apart_at_once = self._rt.pp_size > 1
         self._bucket_cap_mb = bucket_cap_mb
         self._passes_per_step = backward_passes_per_step
         self._passes = 0
@@ -147,13 +147,13 @@ class DataParallel:
             return
         self._built_for, self.additions = now, {}
         self._buckets = make_buckets(
-            self._model._smp_module,
+            self._model.module,
             parameters,
             self._bucket_cap_mb,
             self._holders_of,
             self.gradient_as_bucket_view,
         )
-        if self._model._smp_runtime.pp_size == 1:
+        if self._rt.pp_size == 1:
             for handle in self._grad_hooks:
                 handle.remove()
             self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters()}
@@ -189,22 +189,22 @@ class DataParallel:
     @among_slices
     def _accumulated(self, parameter: Tensor) -> None:
         """A backward added to ``.grad``; pipeline degree 1."""
-        rt = self._model._smp_runtime
-        rt.saw_backward = True
+        step = self._rt.step
+        step.saw_backward = True
         self._bucket_of[id(parameter)].adopt(parameter)
         if self.reduction is None:
             return
-        if not rt.in_step:
+        if not step.is_under_way:
             self._finish_with_backward()
         # In a step, gradients grow until the last backward of the last microbatch.
-        if self.reduction.is_launched(parameter) or rt.in_last_backward():
+        if self.reduction.is_launched(parameter) or step.in_last_backward():
             self.reduction.complete(parameter)
 
     def forward_outside_step(self, forward: Callable[[], Any]) -> Any:
         """Run a forward with an exchange after its backward (pipeline degree 1)."""
         if not torch.is_grad_enabled():
             return forward()
-        rt = self._model._smp_runtime
+        rt = self._rt
         objects.refuse_if_forked("smp.DistributedModel.forward", rt.boot.rank, rt.pid)
         with_buffers = self.broadcasts_buffers and self._model.training
         self._end_what_a_backward_left()
@@ -272,12 +272,12 @@ class DataParallel:
     @contextmanager
     def join(self, divide_by_all: bool, raise_early: bool) -> Iterator[None]:
         """Keep the others company once this replica has no inputs left."""
-        if self._model._smp_runtime.in_sequence:
+        if self._rt.in_sequence:
             raise NotImplementedError(
                 "smp: join() with deterministic_server=True, where all replicas make the same "
                 "steps: give each replica as many batches"
             )
-        if sum(1 for m in self._model._smp_runtime.live_models() if m._smp_data_parallel) > 1:
+        if sum(1 for m in live_models.living() if record_of(m).replicas) > 1:
             raise NotImplementedError(
                 "smp: join() with several DistributedModels: which of them the other "
                 "replicas use in a step is not known here; give each replica as many batches"
@@ -347,17 +347,21 @@ class DataParallel:
         return self._passes == 0
 
 
-def due(models: Sequence["LiveModel"]) -> list[DataParallel]:
+def members_of(models: Sequence[LiveModel]) -> list[DataParallel]:
+    """The models' parts in exchanges; models without replicas have none."""
+    members = (record_of(model).replicas for model in models)
+    return [member for member in members if member is not None]
+
+
+def due(models: Sequence[LiveModel]) -> list[DataParallel]:
     """The models to exchange gradients after the step beginning now; counts steps."""
-    members = [m._smp_data_parallel for m in models if m._smp_data_parallel is not None]
-    return [member for member in members if member.takes_part()]
+    return [member for member in members_of(models) if member.takes_part()]
 
 
-def watch(models: Sequence["LiveModel"]) -> None:
+def watch(models: Sequence[LiveModel]) -> None:
     """A step begins: an exchange follows its backward, if any."""
-    for model in models:
-        if model._smp_data_parallel is not None:
-            model._smp_data_parallel._prepare()
+    for member in members_of(models):
+        member._prepare()
 
 
 @among_slices

@@ -11,31 +11,33 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from smp import _core, model, ranks
+from smp import _core, ranks
 from smp.collectives import objects
-from smp.modules import device_placement
+from smp.data_parallel import data_parallel
+from smp.execution import applied_partition
+from smp.modules import device_placement, live_models
 from smp.modules.gates import Turns
+from smp.modules.live_models import LiveModel, record_of
 from smp.modules.pins import PartitionError, inherit_pin, pin_of
 from smp.partitioning import first_forward, shared, traced_tensors, tracing
 from smp.partitioning.partition import Partition, make_partition
 from smp.partitioning.turns import turns_of
 from smp.ranks import CommGroup
-from smp.runtime import failures, pool, runtime, sync_batch_norm
+from smp.runtime import core_tables, failures, pool, sync_batch_norm
 from smp.runtime.forward_attributes import ForwardState
+from smp.runtime_state import Runtime
 from smp.saving import state_dicts
 from smp.slicing.slices import slices_of
 from smp.tensor_parallel.backward import sequence, step_end
 from smp.tensor_parallel.backward.step_end import PeerFailed
 
-if TYPE_CHECKING:
-    from smp.modules.live_models import LiveModel
-    from smp.runtime.runtime import Runtime
+_FIRST_STEP = "the first step of a model"
 
 
 class PartitionMismatch(RuntimeError):
@@ -43,8 +45,8 @@ class PartitionMismatch(RuntimeError):
 
 
 def partition_models(
-    rt: "Runtime",
-    models: Sequence["LiveModel"],
+    rt: Runtime,
+    models: Sequence[LiveModel],
     run_traced: Callable[[torch.device | None], Any],
 ) -> None:
     """Partition the models and make this rank's part of it.  Collective over all ranks.
@@ -74,7 +76,7 @@ def partition_models(
         return _decide(rt, models, traces)
 
     def decide_again() -> tuple | None:
-        modules = [one._smp_module for one in models]
+        modules = [one.module for one in models]
         replaced, flags = first_forward.make(modules, packed)
         for old, new in replaced:
             inherit_pin(old, new)
@@ -86,11 +88,11 @@ def partition_models(
         return _decide(rt, models, traces)
 
     told, error, mine = _attempted(rt, decide)
-    decision, others = rt.share_decision(mine)
+    decision, others = _share_decision(rt, mine)
     packed, gates, states, backwards, pools = _core.unpack(decision)
     if isinstance(packed, bytes) and not others:
         told, error, mine = _attempted(rt, decide_again)
-        decision, others = rt.share_decision(mine)
+        decision, others = _share_decision(rt, mine)
         packed, gates, states, backwards, pools = _core.unpack(decision)
     if gates is None or others:
         everything = [_core.unpack(one) for one in (decision, *others)]
@@ -99,18 +101,17 @@ def partition_models(
     partitions = [Partition.from_bytes(one) for one in packed]
     turns = [Turns(*one) for one in gates]
     _check_models(models, partitions, turns)
-    rt.backwards = max(1, backwards)
+    rt.step.backwards = max(1, backwards)
     for one, partition, its, state in zip(models, partitions, turns, states, strict=True):
-        one._smp_apply_partition(partition, its, ForwardState(*state))
+        applied_partition.apply(one, partition, its, ForwardState(*state))
     _core.trim_heap()
     if rt.home is not None:
         device_placement.trim(rt.home)
     rt.expected_in_pool += pools[rt.pp_rank]
     _core.expect_in_pool(rt.expected_in_pool)
-    model.install(rt)
-    for one in models:
-        if one._smp_data_parallel is not None:
-            one._smp_data_parallel.broadcast()
+    core_tables.install(rt)
+    for member in data_parallel.members_of(models):
+        member.broadcast()
     for one in models:
         state_dicts.load_deferred(one)
     waiting = list(rt.after_partition)
@@ -118,11 +119,21 @@ def partition_models(
     for load in waiting:
         load()
     for one in models:
-        one._smp_run_post_partition_hooks()
+        record_of(one).post_partition_hooks.run(one)
+
+
+def _share_decision(rt: Runtime, mine: bytes) -> tuple[bytes, list[bytes]]:
+    """The deciding rank's bytes, and those of all others with some.
+
+    Collective over all ranks.
+    """
+    everyone = objects.gather_bytes(_FIRST_STEP, CommGroup.WORLD, mine)
+    decision = everyone.pop(rt.decider)
+    return decision, [one for one in everyone if one]
 
 
 def _attempted(
-    rt: "Runtime", decide: Callable[[], tuple | None]
+    rt: Runtime, decide: Callable[[], tuple | None]
 ) -> tuple[tuple | None, BaseException | None, bytes]:
     """How a failure is told to the other ranks, the failure, and the bytes for them."""
     try:
@@ -172,15 +183,15 @@ def _first_failure(failed: Sequence[tuple]) -> tuple:
 
 
 def _traces(
-    rt: "Runtime",
-    models: Sequence["LiveModel"],
+    rt: Runtime,
+    models: Sequence[LiveModel],
     run_traced: Callable[[torch.device | None], Any],
 ) -> Sequence[tracing.Trace | None]:
     """The models' traces; None for each with ``skip_tracing``."""
     for one in models:
-        _refuse_compiled_modules(one._smp_module)
+        _refuse_compiled_modules(one.module)
         if rt.boot.size > 1:
-            _refuse_lazy_modules(one._smp_module)
+            _refuse_lazy_modules(one.module)
     if rt.cfg.skip_tracing:
         return [None] * len(models)
     if rt.in_sequence:
@@ -189,8 +200,8 @@ def _traces(
 
 
 def _decide(
-    rt: "Runtime",
-    models: Sequence["LiveModel"],
+    rt: Runtime,
+    models: Sequence[LiveModel],
     traces: Sequence[tracing.Trace | None],
 ) -> tuple[list[bytes], list[tuple], list[tuple], int, list[int]]:
     """The partition, `Turns` and `ForwardState` of each model, and numbers for the ranks.  The
@@ -201,33 +212,31 @@ def _decide(
     for trace, partition in zip(traces, partitions, strict=True):
         if trace is not None:
             _check_grad_flags(rt, trace, partition)
-    gates = [
-        tuple(turns_of(m._smp_module, trace)) for m, trace in zip(models, traces, strict=True)
-    ]
+    gates = [tuple(turns_of(m.module, trace)) for m, trace in zip(models, traces, strict=True)]
     pools = [0] * rt.pp_size
     for m, trace, partition in zip(models, traces, partitions, strict=True):
         if trace is not None:
             more = pool.expected_bytes(
-                m._smp_module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
+                m.module, partition.rank_of, trace, rt.pp_size, rt.active_microbatches
             )
             pools = [a + b for a, b in zip(pools, more, strict=True)]
     packed = [p.to_bytes() for p in partitions]
-    return packed, gates, [tuple(state) for state in states], rt.traced_backwards, pools
+    return packed, gates, [tuple(state) for state in states], rt.step.traced_backwards, pools
 
 
 def _partitions(
-    rt: "Runtime",
-    models: Sequence["LiveModel"],
+    rt: Runtime,
+    models: Sequence[LiveModel],
     traces: Sequence[tracing.Trace | None],
     states: Sequence[ForwardState],
 ) -> list[Partition]:
     """The models' partitions, with parts of several models in one place."""
     cfg = rt.cfg
-    homes = shared.homes_of(rt.live_models())
+    homes = shared.homes_of(live_models.living())
     out = []
     for number, (m, trace) in enumerate(zip(models, traces, strict=True)):
         decision = make_partition(
-            m._smp_module,
+            m.module,
             trace,
             degree=rt.pp_size,
             memory_weight=cfg.memory_weight,
@@ -235,13 +244,13 @@ def _partitions(
             auto=cfg.auto_partition,
             homes=shared.pinned_homes(models[number + 1 :]) | homes,
         )
-        its = shared.homes_in(m._smp_module, decision.rank_of, states[number].buffers)
+        its = shared.homes_in(m.module, decision.rank_of, states[number].buffers)
         homes = its | homes
         out.append(decision)
     return out
 
 
-def _check_grad_flags(rt: "Runtime", trace: tracing.Trace, partition: Partition) -> None:
+def _check_grad_flags(rt: Runtime, trace: tracing.Trace, partition: Partition) -> None:
     """Changes of ``requires_grad`` travel with calls to other ranks; on one they are all's.
 
     Raises:
@@ -268,8 +277,8 @@ def _check_grad_flags(rt: "Runtime", trace: tracing.Trace, partition: Partition)
 
 
 def _trace_together(
-    rt: "Runtime",
-    models: Sequence["LiveModel"],
+    rt: Runtime,
+    models: Sequence[LiveModel],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
     """The models' traces; their modules may meet the DP_GROUP's other ranks in collectives."""
@@ -282,8 +291,8 @@ def _trace_together(
 
 
 def _trace(
-    rt: "Runtime",
-    models: Sequence["LiveModel"],
+    rt: Runtime,
+    models: Sequence[LiveModel],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
     """The models' traces, made on this rank's accelerator or on the CPU.
@@ -291,19 +300,20 @@ def _trace(
     For the run, the whole models are on the accelerator.  Where they do not fit, the trace is
     the CPU's; where the CPU cannot run them, the accelerator's.
     """
-    placed = [m._smp_module for m in rt.live_models() if m.partitioned]
+    placed = [m.module for m in live_models.partitioned()]
     with traced_tensors.as_in_one_process(placed):
         return _trace_whole(rt, models, placed, run_traced)
 
 
 def _trace_whole(
-    rt: "Runtime",
-    models: Sequence["LiveModel"],
+    rt: Runtime,
+    models: Sequence[LiveModel],
     placed: Sequence[nn.Module],
     run_traced: Callable[[torch.device | None], Any],
 ) -> list[tracing.Trace]:
     """The traces of models whole on this rank, beside other whole ones."""
-    modules = [m._smp_module for m in models]
+    modules = [m.module for m in models]
+    traced = [record_of(m).trace for m in models]
     meta = any(p.is_meta for module in modules for p in module.parameters())
 
     def trace_on(device: torch.device | None) -> list[tracing.Trace]:
@@ -311,8 +321,8 @@ def _trace_whole(
             return tracing.trace_models(
                 modules,
                 lambda: run_traced(device),
-                times=any(m._smp_trace_times for m in models),
-                memory=any(m._smp_trace_memory for m in models),
+                times=any(options.times for options in traced),
+                memory=any(options.memory for options in traced),
                 meta=meta,
                 check=partial(_check_collective, rt),
             )
@@ -320,7 +330,7 @@ def _trace_whole(
     home = rt.home
     if home is None or meta:
         return trace_on(None)
-    if all(m._smp_trace_device == "gpu" for m in models):
+    if all(options.device == "gpu" for options in traced):
         try:
             return _traced_at(home, [*placed, *modules], trace_on)
         except torch.OutOfMemoryError:
@@ -339,7 +349,7 @@ def _trace_whole(
         return _traced_at(home, [*placed, *modules], trace_on)
 
 
-def _check_collective(rt: "Runtime", where: str, members: list[int]) -> None:
+def _check_collective(rt: Runtime, where: str, members: list[int]) -> None:
     """The tracing ranks must be able to meet in a collective called by a module itself.
 
     Raises:
@@ -403,12 +413,12 @@ def _refuse_compiled_modules(root: nn.Module) -> None:
             )
 
 
-def _forward_state(one: "LiveModel", trace: tracing.Trace | None) -> ForwardState:
+def _forward_state(one: LiveModel, trace: tracing.Trace | None) -> ForwardState:
     if trace is None:
         return ForwardState({}, {})
     attributes: dict[str, tuple[str, ...]] = {}
     buffers: dict[str, tuple[str, ...]] = {}
-    for path, module in one._smp_module.named_modules():
+    for path, module in one.module.named_modules():
         seen = trace.modules[path]
         if seen.set_attributes:
             attributes[path] = seen.set_attributes
@@ -421,7 +431,7 @@ def _forward_state(one: "LiveModel", trace: tracing.Trace | None) -> ForwardStat
 
 
 def _check_models(
-    models: Sequence["LiveModel"],
+    models: Sequence[LiveModel],
     partitions: Sequence[Partition],
     turns: Sequence[Turns],
 ) -> None:
@@ -432,14 +442,12 @@ def _check_models(
     """
     mine = _description(models, partitions, turns)
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    digests = objects.gather_bytes(runtime.FIRST_STEP, CommGroup.WORLD, digest)
+    digests = objects.gather_bytes(_FIRST_STEP, CommGroup.WORLD, digest)
     if len(set(digests)) == 1:
         return
     everyone = [
         told.decode().split("\n")
-        for told in objects.gather_bytes(
-            runtime.FIRST_STEP, CommGroup.WORLD, "\n".join(mine).encode()
-        )
+        for told in objects.gather_bytes(_FIRST_STEP, CommGroup.WORLD, "\n".join(mine).encode())
     ]
     first = everyone[0]
     rank, other = next((i, lines) for i, lines in enumerate(everyone) if lines != first)
@@ -451,7 +459,7 @@ def _check_models(
 
 
 def _description(
-    models: Sequence["LiveModel"],
+    models: Sequence[LiveModel],
     partitions: Sequence[Partition],
     turns: Sequence[Turns],
 ) -> list[str]:
@@ -460,7 +468,7 @@ def _description(
     for number, (one, partition, its) in enumerate(
         zip(models, partitions, turns, strict=False)
     ):
-        for path, module in one._smp_module.named_modules():
+        for path, module in one.module.named_modules():
             where = f"on pp_rank {partition.rank_of.get(path, 'none')}"
             if (pin := pin_of(module)) is not None:
                 where += f", pinned to {pin}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp import _core, model, ranks
+from smp import _core, ranks
 from smp.collectives.objects import refuse_if_forked
 from smp.data_parallel import data_parallel
 from smp.data_parallel.reduction import Reduction
@@ -24,14 +24,16 @@ from smp.modules import (
     device_placement,
     hooks,
     late_hooks,
+    live_models,
     microbatch_attributes,
     travelling_changes,
 )
-from smp.modules.live_models import LiveModel
+from smp.modules.live_models import LiveModel, parts_of, record_of
 from smp.pytorch import accelerator, call_warnings, context_variables
 from smp.pytorch.restore import write_back
-from smp.runtime import failures, microbatches, runtime, thread_state
-from smp.runtime.runtime import Runtime
+from smp.runtime import core_tables, failures, microbatches, thread_state
+from smp.runtime_state import Runtime, StepPhase
+from smp.state_mod import state
 from smp.tensor_parallel import group
 from smp.tensor_parallel.backward import order, sequence, step_end, unused_collectives
 from smp.tensor_parallel.rows import random_streams, same_samples
@@ -43,7 +45,7 @@ Plan = tuple[int, int, int, list[tuple[int, int]]]
 
 def is_tracing() -> bool:
     """Whether the step function runs now for tracing, before the first real step."""
-    return runtime.current is not None and runtime.current.tracing
+    return state.is_tracing
 
 
 def step(
@@ -81,12 +83,11 @@ def step(
         )
     splitter = microbatches.Splitter(function, non_split_inputs, input_split_axes)
     name = _name_of(function)
+    caller = f"the @smp.step function {microbatches.short_name_of(function)}"
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        rt = runtime.current
-        if rt is None:
-            rt = runtime.get(f"the @smp.step function {microbatches.short_name_of(function)}")
+        rt = state.job(caller).runtime
         if rt.alone:
             return _run_alone(rt, function, splitter, detach_outputs, args, kwargs)
         return Step(rt, function, name, splitter, detach_outputs).run(args, kwargs)
@@ -105,13 +106,12 @@ def _name_of(function: Callable) -> str:
 
 
 def _begin(rt: Runtime, function: Callable) -> None:
-    if rt.in_step:
+    if rt.step.is_under_way:
         raise RuntimeError(
             f"smp: the step function {microbatches.short_name_of(function)} was called inside "
             "another"
         )
-    rt.in_step = True
-    rt.saw_backward = rt.in_backward = False
+    rt.step.begin()
 
 
 def _run_alone(
@@ -125,35 +125,47 @@ def _run_alone(
     """A step of a job of one rank; short, because it stands beside a bare loop."""
     _begin(rt, function)
     try:
-        hooked = rt.live_models() if rt.hooks_wait else ()
+        hooked = live_models.living() if rt.hooks_wait else ()
         for one in hooked:
-            one._smp_run_post_partition_hooks()
+            record_of(one).post_partition_hooks.run(one)
         count = splitter.count(rt.cfg.microbatches, args, kwargs)
-        calls, rt.weights = splitter.split(count, args, kwargs)
+        calls, rt.step.weights = splitter.split(count, args, kwargs)
         if rt.home is not None:
             calls = microbatches.map_calls(calls, device_placement.mover(rt.home))
         output = _run_in_order(rt, function, detach, calls)
         if hooked:
             for one in hooked:
-                one._smp_run_post_step_hooks()
-            rt.hooks_wait = any(one._smp_has_hooks() for one in rt.live_models())
+                record_of(one).post_step_hooks.run(one)
+            records = [record_of(one) for one in live_models.living()]
+            rt.hooks_wait = any(r.post_partition_hooks or r.post_step_hooks for r in records)
         return output
     finally:
-        rt.in_step = False
+        rt.step.end()
 
 
 def _run_in_order(
     rt: Runtime, function: Callable, detach: bool, calls: list[tuple[tuple, dict]]
 ) -> Any:
     """One microbatch after the other, without a pipeline."""
-    outputs = []
+    step, outputs = rt.step, []
     for i, (args, kwargs) in enumerate(calls):
         _core.moved()
-        rt.microbatch, rt.backward_calls = i, 0
+        step.microbatch, step.backward_calls = i, 0
         output = function(*args, **kwargs)
         outputs.append(microbatches.map_tensors(output, Tensor.detach) if detach else output)
-        rt.backwards = max(1, rt.backward_calls)
-    return microbatches.merge(outputs, rt.weights)
+        step.backwards = max(1, step.backward_calls)
+    return microbatches.merge(outputs, step.weights)
+
+
+def _share_place(rt: Runtime) -> None:
+    """Have the workers use the calling thread's device, stream and generator."""
+    place = accelerator.place()
+    if place != rt.place:
+        rt.place = place
+        _core.configure(
+            enter_device=None if place is None else place.enter,
+            device_generator=accelerator.generator(),
+        )
 
 
 class Step:
@@ -187,8 +199,9 @@ class Step:
         _begin(rt, self.function)
         _core.place_of_step(f"the step function {self.name}")
         try:
-            rt.forget_old_models()
-            models = rt.live_models()
+            if live_models.collect_replaced():
+                travelling_changes.forget_others(live_models.living())
+            models = live_models.living()
             self.given = args, kwargs
             refused = self._split_or_refuse()
             if rt.pp_size > 1:
@@ -197,30 +210,30 @@ class Step:
             self._move_inputs()
             if rt.pp_size == 1:
                 for one in models:
-                    one._smp_run_post_partition_hooks()
+                    record_of(one).post_partition_hooks.run(one)
                 run = self._run_unpipelined
             else:
                 run = self._run_pipelined
-            replicated = [m for m in models if m._smp_data_parallel is not None]
+            replicated = [m for m in models if record_of(m).replicas is not None]
             if replicated:
                 output = self._run_replicated(run, refused, replicated)
             else:
                 output = run(refused)
             for one in models:
-                one._smp_run_post_step_hooks()
+                record_of(one).post_step_hooks.run(one)
             if rt.pp_size > 1:
                 self._raise_late_signal()
             return output
         finally:
             _core.place_of_step(None)
-            rt.in_step = False
+            rt.step.end()
             self.calls, self.given = [], ((), {})
 
     def _refuse_if_forked(self) -> None:
         refuse_if_forked(f"the @smp.step function {self.name}", self.rt.boot.rank, self.rt.pid)
 
     def _split(self, count: int) -> None:
-        self.calls, self.rt.weights = self.splitter.split(count, *self.given)
+        self.calls, self.rt.step.weights = self.splitter.split(count, *self.given)
         self.count = count
 
     def _split_or_refuse(self) -> Exception | None:
@@ -246,7 +259,8 @@ class Step:
         rt, most = self.rt, self.rt.cfg.microbatches
         if rt.pp_rank != 0 or most == 1:
             return refused
-        synchronised = any(m.training and m._smp_has_sync_norm for m in rt.live_models())
+        models = live_models.living()
+        synchronised = any(m.training and record_of(m).has_sync_norm for m in models)
         if rt.in_sequence or synchronised:
             others = ranks.get_dp_process_group()
         elif rt.tp_size > 1:
@@ -310,19 +324,20 @@ class Step:
             output = run(refused)
         except BaseException as error:
             failure = failures.as_failure(error)
+            in_backward = rt.step.phase is StepPhase.BACKWARD
             if self.reduction is not None:
                 told = self.description or failures.describe(
                     failure,
-                    failures.module_of(failure, rt.live_models()),
-                    rt.microbatch,
-                    _core.phases.index("backward" if rt.in_backward else "forward"),
+                    failures.module_of(failure, live_models.living()),
+                    rt.step.microbatch,
+                    _core.phases.index("backward" if in_backward else "forward"),
                     rt.name,
                 )
                 data_parallel.finish(self.reduction, failure, told)
             if failure is not error:
                 raise failure from error
             raise
-        if rt.saw_backward and not trains:
+        if rt.step.saw_backward and not trains:
             self.reduction = data_parallel.begin(data_parallel.due(models), with_buffers=False)
         if self.reduction is not None:
             try:
@@ -352,7 +367,7 @@ class Step:
 
     def _partition_new_models(self, refused: Exception | None) -> None:
         rt = self.rt
-        new = [m for m in rt.live_models() if not m.partitioned]
+        new = [m for m in live_models.living() if not m.partitioned]
         if not new:
             return
         first_step.partition_models(rt, new, lambda on: self._run_traced(refused, on))
@@ -370,13 +385,11 @@ class Step:
             calls = microbatches.map_calls(calls, device_placement.mover(on))
         [(args, kwargs)] = calls
         # Those of the modules inside are put back with the other marks of tracing.
-        modes = [(one, one.training) for one in self.rt.live_models()]
-        self.rt.tracing = True
-        self.rt.traced_backwards = 0
+        modes = [(one, one.training) for one in live_models.living()]
         try:
-            self.function(*args, **kwargs)
+            with self.rt.step.traced_run():
+                self.function(*args, **kwargs)
         finally:
-            self.rt.tracing = False
             for one, mode in modes:
                 one.training = mode
 
@@ -384,7 +397,7 @@ class Step:
 
     def _run_pipelined(self, refused: Exception | None) -> Any:
         rt = self.rt
-        models = [m for m in rt.live_models() if m.partitioned]
+        models = live_models.partitioned()
         before = self.before = StepState(models)
         # Before any failure on one tp_rank alone.
         seed = random_streams.shared_seed(
@@ -392,8 +405,8 @@ class Step:
         )
         refused = self._split_as_others(refused)
         self.outputs = [None] * self.count
-        if model.requires_grad_flags(models) != rt.grad_flags:
-            model.install_gradients(rt, models)
+        if core_tables.requires_grad_flags(models) != rt.tables.grad_flags:
+            core_tables.install_gradients(rt, models)
         try:
             plan = self._plan(refused)
         except Exception as error:
@@ -402,13 +415,15 @@ class Step:
             self._finish_collectives()
             raise
         random_state = accelerator.RandomState()
-        rt.share_place()
+        _share_place(rt)
         context_variables.begin_step()
         call_warnings.warn_of_modes(self.name, "step function")
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
-        gradients = unused_collectives.PipelinedStep(rt.parameters if rt.tp_size > 1 else ())
-        _core.gradients_begin(self.count, rt.backwards, self._on_complete())
+        gradients = unused_collectives.PipelinedStep(
+            rt.tables.parameters if rt.tp_size > 1 else ()
+        )
+        _core.gradients_begin(self.count, rt.step.backwards, self._on_complete())
         try:
             ok, value = self._run_core(plan, seed)
             if not ok:
@@ -432,10 +447,10 @@ class Step:
             else:
                 before.restore()
                 self._finish_collectives()
-        outputs, weights, rt.saw_backward, (modes, made) = value
+        outputs, weights, rt.step.saw_backward, (modes, made) = value
         if rt.pp_rank != 0:
             travelling_changes.make(made)
-            for one, mode in zip(rt.live_models(), modes, strict=False):
+            for one, mode in zip(live_models.living(), modes, strict=False):
                 one.training = mode
         core_warnings.pass_on()
         return microbatches.merge(list(outputs), list(weights))
@@ -454,16 +469,19 @@ class Step:
                     count,
                     active,
                     turns,
-                    rt.entry_flags,
+                    rt.tables.entry_flags,
                     self._run_microbatch,
                     seed,
-                    rt.backwards,
+                    rt.step.backwards,
                     self._described(),
                 )
             if ok and rt.pp_rank == 0:
                 travelling_changes.finish()
-                made = (tuple(m.training for m in rt.live_models()), travelling_changes.told())
-                value = (self.outputs, rt.weights, rt.saw_backward, made)
+                made = (
+                    tuple(m.training for m in live_models.living()),
+                    travelling_changes.told(),
+                )
+                value = (self.outputs, rt.step.weights, rt.step.saw_backward, made)
                 _core.send_end(value)
             return ok, value
         except ConnectionError as error:
@@ -493,17 +511,17 @@ class Step:
 
     def _described(self) -> bytes:
         """The step's facts to be alike on all ranks, for people to read."""
-        modes = {m.training for m in self.rt.live_models()}
+        modes = {m.training for m in live_models.living()}
         mode = "a part of the models" if len(modes) > 1 else "models"
         trains = "evaluation" if modes == {False} else "training"
-        return f"{self.name}, {mode} in {trains} mode, {self.rt.grad_told}".encode()
+        return f"{self.name}, {mode} in {trains} mode, {self.rt.tables.grad_told}".encode()
 
     def _on_complete(self) -> Callable[[int], None] | None:
         """The ledger's callback for each complete gradient of this step."""
         reduction = self.reduction
         if reduction is None or self.rt.in_sequence:  # modules may use the same group
             return None
-        parameters = self.rt.parameters
+        parameters = self.rt.tables.parameters
         return lambda number: reduction.complete(parameters[number])
 
     def _plan(self, refused: Exception | None) -> Plan:
@@ -526,9 +544,9 @@ class Step:
         Raises:
             NotImplementedError: a parameter has a hook in need of the sum.
         """
-        ours = set(map(id, self.rt.parameters))  # have a hook of the core's
-        for one in self.rt.live_models():
-            for name, parameter in one._smp_module.named_parameters():
+        ours = set(map(id, self.rt.tables.parameters))  # have a hook of the core's
+        for one in live_models.living():
+            for name, parameter in one.module.named_parameters():
                 there = getattr(parameter, "_post_accumulate_grad_hooks", None)
                 if there and len(there) > (id(parameter) in ours):
                     raise NotImplementedError(
@@ -616,7 +634,7 @@ class StepState:
         self.buffers = [
             (module._buffers, name, buffer, buffer.clone())
             for one in models
-            for module in one._smp_stateful
+            for module in parts_of(one).stateful
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]

@@ -3,39 +3,78 @@
 They are the script's, free to drop them at any moment; so they are not held here.
 """
 
+import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
+
+from smp.modules.once_hooks import OnceHooks
+from smp.runtime_state import Runtime
+from smp.state_mod import state
+
+if TYPE_CHECKING:
+    from smp.modules.remote_modules import Entry, Runs
+
+
+class Partition(Protocol):
+    """A `smp.partitioning.partition.Partition`, as rooms below it know it."""
+
+    @property
+    def rank_of(self) -> dict[str, int]: ...
+    def report(self, *args: Any) -> Any: ...
+
+
+class Parts(NamedTuple):
+    """A model's partition as applied: alike on all ranks, but for the last field."""
+
+    partition: Partition
+    owners: dict[str, int]  # pp_rank of each parameter, by name
+    entries: "list[Entry]"
+    chainable: list[bool]  # by entry: its calls may be in a chain
+    runs: "Runs"
+    changing: dict[str, tuple[str, ...]]  # by path, names of buffers changed by the module
+    stateful: list[nn.Module]  # of this rank, with a forward that changes their buffers
+
+
+class TraceOptions(NamedTuple):
+    """The user's choice for the run before the decision on the partition."""
+
+    device: str = "gpu"
+    times: bool = False
+    memory: bool = False
+
+
+@dataclass
+class ModelRecord:
+    """The state of a `smp.DistributedModel` beside its module."""
+
+    rt: Runtime
+    trace: TraceOptions
+    parts: Parts | None = None  # None: not partitioned yet
+    split_paths: tuple[str, ...] = ()  # of modules split by tensor parallelism
+    counterparts: Any = None  # between the plain model's parameters and replaced ones
+    replicas: Any = None  # the model's DataParallel, with replicas
+    has_sync_norm: bool = False
+    deferred_loads: list[tuple] = field(default_factory=list)  # until the partition
+    post_partition_hooks: OnceHooks = field(default_factory=OnceHooks)
+    post_step_hooks: OnceHooks = field(default_factory=OnceHooks)
 
 
 class LiveModel(nn.Module):
     """A `smp.DistributedModel`, as rooms below it know it."""
 
-    _smp_module: nn.Module
-    _smp_runtime: Any
-    _smp_decision: Any
-    _smp_counterparts: Any
-    _smp_data_parallel: Any
-    _smp_runs: Any
-    _smp_entries: list[Any]
-    _smp_chainable: list[bool]
-    _smp_owners: dict[str, int]
-    _smp_changing: dict[str, tuple[str, ...]]
-    _smp_stateful: list[nn.Module]
-    _smp_deferred_loads: list[tuple]
-    _smp_trace_times: bool
-    _smp_trace_memory: bool
-    _smp_trace_device: Any
-    _smp_has_sync_norm: bool
+    _smp_record: ModelRecord
 
     if TYPE_CHECKING:
 
         @property
+        def module(self) -> nn.Module: ...
+        @property
         def partitioned(self) -> bool: ...
-        def _smp_has_hooks(self) -> bool: ...
         def local_modules(self) -> Iterator[nn.Module]: ...
         def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
         def local_parameters(self) -> Iterator[nn.Parameter]: ...
@@ -46,27 +85,50 @@ class LiveModel(nn.Module):
         ) -> OrderedDict[str, Any]: ...
         def local_state_dict(self) -> OrderedDict[str, Any]: ...
         def load_state_dict(self, *args: Any, **options: Any) -> Any: ...  # type: ignore[override]
-        def _smp_apply_partition(self, *args: Any) -> None: ...
-        def _smp_run_post_partition_hooks(self) -> None: ...
-        def _smp_run_post_step_hooks(self) -> None: ...
+
+
+def record_of(model: LiveModel) -> ModelRecord:
+    """The state of a model, for all rooms: the wrapper has no other for them."""
+    return model._smp_record
+
+
+def parts_of(model: LiveModel) -> Parts:
+    """The applied partition of a partitioned model."""
+    parts = model._smp_record.parts
+    assert parts is not None
+    return parts
 
 
 _models: list[weakref.ref[LiveModel]] = []
+_new: list[weakref.ref[LiveModel]] = []  # since the last step
 
 
 def add(model: LiveModel) -> None:
-    """Add the newest one."""
-    _models.append(weakref.ref(model))
+    """Add the newest one, made on all ranks."""
+    _new.append(weakref.ref(model))
+    _models.append(_new[-1])
 
 
 def forget() -> None:
     """Forget all models: the job has ended."""
     _models.clear()
+    _new.clear()
 
 
-def made() -> int:
-    """The number of models so far in this job."""
-    return len(_models)
+def collect_replaced() -> bool:
+    """Before the first step after a model was made: end the models replaced by it.
+
+    A dropped model may live in a cycle of references until the garbage is collected, on
+    each rank at moments of its own.  Here all ranks collect.
+
+    Returns:
+        whether models may have ended here.
+    """
+    collects = bool(_new) and len(_models) > 1
+    if collects:
+        gc.collect()
+    _new.clear()
+    return collects
 
 
 def living() -> list[LiveModel]:
@@ -74,11 +136,25 @@ def living() -> list[LiveModel]:
     return [model for model in (ref() for ref in _models) if model is not None]
 
 
+def of_job(caller: str) -> list[LiveModel]:
+    """The same, for a function in need of a job.
+
+    Raises:
+        RuntimeError: before ``smp.init``; the text names the caller.
+    """
+    state.job(caller)
+    return living()
+
+
+def partitioned() -> list[LiveModel]:
+    """The partitioned ones of these."""
+    return [model for model in living() if model.partitioned]
+
+
 def home_of(module: nn.Module) -> tuple[str, int] | None:
     """Path and pp_rank of a module in a partitioned model."""
-    for model in living():
-        if model._smp_decision is not None:
-            for path, candidate in model._smp_module.named_modules():
-                if candidate is module:
-                    return path, model._smp_decision.rank_of[path]
+    for model in partitioned():
+        for path, candidate in model.module.named_modules():
+            if candidate is module:
+                return path, parts_of(model).partition.rank_of[path]
     return None

@@ -1,5 +1,6 @@
-"""Outputs of a chain of remote calls that no code has looked at (``csrc/python/modules/chain.h``).
+"""Outputs of a chain of remote calls without a use by their caller so far.
 
+``csrc/python/modules/chain.h`` has the rules of chains.
 A placeholder is a tensor with its values on the owner's rank.  Shape, dtype and device are
 known here; any operator, and anything else that reads values, fetches them once.  The gradient
 of an untouched placeholder stays on the owner.
@@ -38,7 +39,7 @@ class Placeholder(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         values: dict[int, Placeholder] = {}
@@ -64,8 +65,8 @@ class Placeholder(Tensor):
         """A tensor of torch's class, in the same graph."""
         return self.view_as(self) if self.requires_grad else self.fetched()
 
-    def __repr__(self, **how: Any) -> str:
-        return self._plain().__repr__(**how)
+    def __repr__(self, *how: Any, **named: Any) -> str:  # type: ignore[override]
+        return self._plain().__repr__(*how, **named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self._plain().__deepcopy__(memo)

@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from smp import _core
-from smp.modules import conversion, gates, remote_tensors, stand_ins, travelling_changes
+from smp.modules import (
+    conversion,
+    gates,
+    remote_tensors,
+    stand_ins,
+    stores,
+    travelling_changes,
+)
 from smp.modules.pins import pin_of
 
 
@@ -160,15 +167,23 @@ def make_entries(root: nn.Module, rank_of: dict[str, int]) -> tuple[list[Entry],
 
 
 def chainable(
-    root: nn.Module, entries: list[Entry], changing: Collection[str], split: Collection[str]
+    root: nn.Module,
+    entries: list[Entry],
+    turns: gates.Turns,
+    changing: Collection[str],
+    split: Collection[str],
 ) -> list[bool]:
     """By entry: whether a call may run before its caller has made it, and in vain.
 
     Args:
-        changing: paths of modules with state left by a call.
+        changing: paths of modules with buffers or attributes changed by a call.
         split: paths of modules with collectives in their calls.
     """
-    never = {id(root.get_submodule(path)) for path in (*changing, *split)}
+    named = dict(root.named_modules())
+    stateful = (turns.modules, turns.reads, turns.carried, turns.own, turns.restored)
+    kept = {path for table in stateful for path in table}
+    kept |= {path for path, names in stores.stored(named).items() if names}
+    never = {id(named[path]) for path in (*kept, *changing, *split)}
     found = []
     for entry in entries:
         members = entry.callable.children if entry.module is None else [entry.module]

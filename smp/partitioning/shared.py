@@ -4,15 +4,13 @@ A module is on one rank, and so is a parameter: its rank in one model is its ran
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
+from smp.modules.live_models import LiveModel, parts_of
 from smp.modules.pins import pin_of
 from smp.modules.remote_modules import runs_where_called
-
-if TYPE_CHECKING:
-    from smp.modules.live_models import LiveModel
 
 
 class Home(NamedTuple):
@@ -67,26 +65,26 @@ def homes_in(
     return homes
 
 
-def homes_of(models: Iterable["LiveModel"]) -> Homes:
+def homes_of(models: Iterable[LiveModel]) -> Homes:
     """The places of partitioned models' parts; the first one's word counts."""
     homes: Homes = {}
     for one in models:
-        if one._smp_decision is not None:
-            its = homes_in(one._smp_module, one._smp_decision.rank_of, one._smp_changing)
-            homes = its | homes
+        if one.partitioned:
+            its = parts_of(one)
+            homes = homes_in(one.module, its.partition.rank_of, its.changing) | homes
     return homes
 
 
-def pinned_homes(models: Iterable["LiveModel"]) -> Homes:
+def pinned_homes(models: Iterable[LiveModel]) -> Homes:
     """The pinned parts of models not yet partitioned, with all in them."""
     homes: Homes = {}
     for one in models:
         ranks: dict[str, int] = {}
-        for path, module in one._smp_module.named_modules():
+        for path, module in one.module.named_modules():
             rank = pin_of(module)
             if rank is None and path:
                 rank = ranks.get(path.rpartition(".")[0])
             if rank is not None:
                 ranks[path] = rank
-        homes = homes_in(one._smp_module, ranks, pinned=True) | homes
+        homes = homes_in(one.module, ranks, pinned=True) | homes
     return homes

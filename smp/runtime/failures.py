@@ -3,15 +3,15 @@
 import pickle
 import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smp import _core
-
-if TYPE_CHECKING:
-    from smp.modules.live_models import LiveModel
+from smp.modules import live_models
+from smp.modules.live_models import LiveModel
+from smp.runtime_state import Runtime
 
 IN_PARTITION = -1  # in place of a microbatch
 _CALL = nn.Module._call_impl.__name__  # in its frames ``self`` is a called module
@@ -44,14 +44,14 @@ def as_failure(error: BaseException) -> BaseException:
     return failure
 
 
-def module_of(error: BaseException, models: Iterable["LiveModel"]) -> str | None:
+def module_of(error: BaseException, models: Iterable[LiveModel]) -> str | None:
     """The path of the innermost module around the error; None: none."""
     called = [
         frame.f_locals.get("self")
         for frame, _ in traceback.walk_tb(error.__traceback__)
         if frame.f_code.co_name == _CALL
     ]
-    paths = {id(m): path for one in models for path, m in one._smp_module.named_modules()}
+    paths = {id(m): path for one in models for path, m in one.module.named_modules()}
     return next((path for m in reversed(called) if (path := paths.get(id(m)))), None)
 
 
@@ -72,6 +72,42 @@ def describe(
     pickled = _pickled(error) or pickle.dumps(Parts.of(error))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return who, path, microbatch, phase, kind, str(error), text, pickled
+
+
+def describe_of_task(
+    rt: Runtime, error: BaseException, path: str | None, microbatch: int, phase: int
+) -> tuple:
+    """The description of a task's error on this rank, whose step keeps both.
+
+    Args:
+        path: of the task's module; None: it is looked for.
+    """
+    error = as_failure(error)
+    if is_out_of_memory(error) and told_of(error) is None:
+        add_note(error, _memory_of(rt))
+    if path is None:
+        path = module_of(error, live_models.living())
+    told = describe(error, path, microbatch, phase, rt.name)
+    rt.local_errors.append((told, error))
+    return told
+
+
+def _memory_of(rt: Runtime) -> str:
+    """The contents of this rank's memory, by kind."""
+
+    def mib(tensors: Iterable[Tensor | None]) -> int:
+        return sum(t.nbytes for t in tensors if t is not None) >> 20
+
+    models = live_models.living()
+    parameters = [p for m in models for p in m.local_parameters()]
+    buffers = [b for m in models for _, b in m.local_named_buffers()]
+    gradients = [*(p.grad for p in parameters), *_core.gradients_taken()]
+    pool = _core.counters()
+    return (
+        f"memory of {rt.name}: parameters {mib(parameters)} MiB, gradients "
+        f"{mib(gradients)} MiB, buffers {mib(buffers)} MiB, pool for "
+        f"messages {pool['pool_in_use'] >> 20} of {pool['pool_size'] >> 20} MiB in use"
+    )
 
 
 def _pickled(value: object) -> bytes:

@@ -16,7 +16,7 @@ from smp import _core
 from smp.modules import live_models, remote_modules, stand_ins, travelling_changes
 from smp.pytorch import call_warnings
 from smp.pytorch.contents import can_change
-from smp.runtime import runtime
+from smp.state_mod import state
 
 
 class ForwardState(NamedTuple):
@@ -53,7 +53,7 @@ class _SetElsewhere(stand_ins.WatchedAttribute):
         if _core.current() is None:
             call_warnings.warn_of_attribute(path, self.name, f"{what}; its value here is older")
         else:
-            here = runtime.get(what).pp_rank
+            here = state.job(what).runtime.pp_rank
             raise RuntimeError(
                 f"smp: {what}, and was read here on pp_rank {here}: return it "
                 "from the forward, or place both modules together with smp.set_partition"

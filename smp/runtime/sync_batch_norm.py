@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from smp import ranks
+from smp.runtime_state import Runtime
 
 if TYPE_CHECKING:
     from smp.modules.live_models import LiveModel
-    from smp.runtime.runtime import Runtime
 
 
-def prepare(models: Sequence["LiveModel"], rt: "Runtime") -> None:
+def prepare(models: Sequence["LiveModel"], rt: Runtime) -> None:
     """Give the models' SyncBatchNorms the group of this rank's stage, before they run.
 
     Without a group of its own a module is torch's over all ranks of the job, of other stages,
@@ -73,12 +73,12 @@ def alone(models: Sequence["LiveModel"]) -> Iterator[None]:
 
 def _modules(models: Sequence["LiveModel"]) -> Iterator[tuple[str, Any]]:
     for one in models:
-        for path, module in one._smp_module.named_modules():
+        for path, module in one.module.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 yield path, module
 
 
-def _group(rt: "Runtime") -> dist.ProcessGroup:
+def _group(rt: Runtime) -> dist.ProcessGroup:
     """The group of the ranks with samples of their own."""
     if rt.cfg.prescaled_batch:
         return ranks.get_rdp_process_group()

@@ -116,7 +116,7 @@ def serve_with_state(
             return serve_with_state((state, collected, (), False), function, args, kwargs)
     tokens = []
     if collected:
-        models = [model._smp_module for model in live_models.living()]
+        models = [model.module for model in live_models.living()]
         tokens = context_variables.set_collected(collected, models)
         if isinstance(function, nn.Module):  # it may have hooks now, of the caller's
             function, args = hooks.serve_hooked, (function, args, kwargs, False, False)

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from smp.modules import live_models
 from smp.ranks import CommGroup
-from smp.runtime import runtime
 from smp.saving.plain_optimizer import LiveOptimizer, plain_optimizer
 from smp.saving.replica import Replica
 from smp.saving.state_dicts import IS_PARTIAL
 from smp.slicing.slices import Slices, slices_of
+from smp.state_mod import state
 from smp.tensor_parallel import group
 
 
@@ -27,24 +28,24 @@ def _owners(optimizer: LiveOptimizer) -> list[int | None]:
         RuntimeError: before ``smp.init``.
     """
     owner_of: dict[int, int] = {}
-    for model in runtime.get("DistributedOptimizer").live_models():
+    for model in live_models.of_job("DistributedOptimizer"):
         if model.partitioned:
-            for name, parameter in model._smp_module.named_parameters():
-                owner_of[id(parameter)] = model._smp_owners[name]
+            owners = live_models.parts_of(model).owners
+            for name, parameter in model.module.named_parameters():
+                owner_of[id(parameter)] = owners[name]
     return [owner_of.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _waits(optimizer: LiveOptimizer) -> bool:
     """Whether one of the optimizer's models awaits its partition."""
-    rt = runtime.get("DistributedOptimizer")
-    if rt.pp_size == 1:
+    if state.job("DistributedOptimizer").runtime.pp_size == 1:
         return False
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return any(
         id(p) in mine
-        for model in rt.live_models()
+        for model in live_models.living()
         if not model.partitioned
-        for p in model._smp_module.parameters()
+        for p in model.module.parameters()
     )
 
 
@@ -64,7 +65,7 @@ def local_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
 
 def _of_rank(optimizer: LiveOptimizer, by_number: Mapping) -> dict:
     """A state's entries for parameters of this rank, or for none."""
-    rank = runtime.get("DistributedOptimizer").pp_rank
+    rank = state.job("DistributedOptimizer").runtime.pp_rank
     owners = _owners(optimizer)
     return {
         number: one
@@ -221,7 +222,7 @@ def load(optimizer: LiveOptimizer, state_dict: Mapping[str, Any]) -> None:
     if _waits(optimizer):
         wrapped.load_state_dict({**given, "state": {}})
         # The first step partitions all live models.
-        waiting = runtime.get("load_state_dict").after_partition
+        waiting = state.job("load_state_dict").runtime.after_partition
         waiting.append(lambda: _load_by_number(optimizer, given["state"], partial))
         return
     wrapped.load_state_dict({**given, "state": {}})
@@ -232,7 +233,7 @@ def _load_by_number(optimizer: LiveOptimizer, by_number: dict[Any, Any], partial
     """Give the wrapped optimizer the state of this rank's parameters; groups stay."""
     if partial:
         owners = _owners(optimizer)
-        rank = runtime.get("load_state_dict").pp_rank
+        rank = state.job("load_state_dict").runtime.pp_rank
         mine = [n for n, owner in enumerate(owners) if owner in (None, rank)]
         mine += [key for key in by_number if not isinstance(key, int)]
         replica = Replica("optimizer.load_state_dict", CommGroup.PP_GROUP)

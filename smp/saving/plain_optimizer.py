@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from smp.runtime import runtime
+from smp.modules import live_models
 from smp.tensor_parallel.splits.counterparts import Counterpart, Shapes, Translate
 
 State = dict[str, Any]  # of one parameter
@@ -118,9 +118,9 @@ def plain_optimizer(optimizer: LiveOptimizer) -> PlainOptimizer | None:
     # Group, the model's begin in it, the parameter's place in the model; its path.
     places: list[tuple[tuple[int, int, int], str, int]] = []
     left = dict(at)
-    for model in runtime.get("DistributedOptimizer").live_models():
-        named = {name: id(p) for name, p in model._smp_module.named_parameters()}
-        corresponding = model._smp_counterparts
+    for model in live_models.of_job("DistributedOptimizer"):
+        named = {name: id(p) for name, p in model.module.named_parameters()}
+        corresponding = live_models.record_of(model).counterparts
         if corresponding is None or not left.keys() & named.values():
             continue
         begins: dict[int, int] = {}

@@ -7,34 +7,31 @@ Names are those of the wrapped module.  A *partial* dict has this rank's entries
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from smp.modules import remote_tensors
+from smp.modules.live_models import LiveModel, parts_of, record_of
 from smp.ranks import CommGroup
 from smp.saving.replica import Replica, map_tensors
 from smp.slicing.slices import Slices, slices_of
 from smp.tensor_parallel import group
 
-if TYPE_CHECKING:
-    from smp.modules.live_models import LiveModel
-
 IS_PARTIAL = "_smp_is_partial"
 
 
-def owners_of_entries(model: "LiveModel", names: Mapping[str, Any]) -> dict[str, int]:
+def owners_of_entries(model: LiveModel, names: Mapping[str, Any]) -> dict[str, int]:
     """The pp_rank of each entry of the module's state dict; alike on all ranks."""
+    parts = parts_of(model)
     by_parameter = {
-        id(parameter): model._smp_owners[name]
-        for name, parameter in model._smp_module.named_parameters()
+        id(parameter): parts.owners[name] for name, parameter in model.module.named_parameters()
     }
-    assert model._smp_decision is not None
-    rank_of = model._smp_decision.rank_of
+    rank_of = parts.partition.rank_of
     of_module: dict[int, int] = {}
     of_path: dict[str, int] = {}
-    for path, module in model._smp_module.named_modules(remove_duplicate=False):
+    for path, module in model.module.named_modules(remove_duplicate=False):
         of_path[path] = of_module.setdefault(id(module), rank_of.get(path, 0))
     out = {}
     for name, value in names.items():
@@ -53,19 +50,19 @@ def _entries(module: nn.Module) -> "OrderedDict[str, Any]":
     return module.state_dict(keep_vars=True)  # type: ignore[return-value]
 
 
-def local_state_dict(model: "LiveModel") -> "OrderedDict[str, Any]":
+def local_state_dict(model: LiveModel) -> "OrderedDict[str, Any]":
     """This rank's entries, and ``_smp_is_partial``."""
     out = _owned(model)
     out[IS_PARTIAL] = True
     return out
 
 
-def _owned(model: "LiveModel") -> "OrderedDict[str, Any]":
-    entries = _entries(model._smp_module)
+def _owned(model: LiveModel) -> "OrderedDict[str, Any]":
+    entries = _entries(model.module)
     mine = OrderedDict(entries)
     if model.partitioned:
         owners = owners_of_entries(model, entries)
-        rank = model._smp_runtime.pp_rank
+        rank = record_of(model).rt.pp_rank
         mine = OrderedDict((k, v) for k, v in entries.items() if owners[k] == rank)
     out = map_tensors(mine, Tensor.detach)
     out._metadata = entries._metadata  # type: ignore[attr-defined]
@@ -73,7 +70,7 @@ def _owned(model: "LiveModel") -> "OrderedDict[str, Any]":
 
 
 def full_state_dict(
-    model: "LiveModel", gather_to_rank0: bool, cast_to_cpu: bool
+    model: LiveModel, gather_to_rank0: bool, cast_to_cpu: bool
 ) -> "OrderedDict[str, Any]":
     """Everything, in the order of the module's own state dict.
 
@@ -84,7 +81,7 @@ def full_state_dict(
         cast_to_cpu: tensors in host memory; those of other ranks are there in any case.
     """
     mine = _owned(model)
-    entries = _entries(model._smp_module)
+    entries = _entries(model.module)
     slices = slices_by_name(entries)
     parts: list[Any] | None = [mine]
     if model.partitioned or slices:
@@ -144,7 +141,7 @@ def _own_slices(entries: Mapping[str, Any], given: "OrderedDict[str, Any]") -> A
 
 
 def load(
-    model: "LiveModel",
+    model: LiveModel,
     state_dict: Mapping[str, Any],
     strict: bool,
     same_partition_load: bool,
@@ -167,37 +164,39 @@ def load(
         given.pop(IS_PARTIAL, None)
     if metadata is not None:
         given._metadata = metadata  # type: ignore[attr-defined]
-    waits = not model.partitioned and model._smp_runtime.pp_size > 1
+    record = record_of(model)
+    waits = not model.partitioned and record.rt.pp_size > 1
     if waits and partial:
-        model._smp_deferred_loads.append((given, True, strict, same_partition_load))
+        record.deferred_loads.append((given, True, strict, same_partition_load))
         return _IncompatibleKeys([], [])
     if waits and any(
-        e.is_meta for e in _entries(model._smp_module).values() if isinstance(e, Tensor)
+        e.is_meta for e in _entries(model.module).values() if isinstance(e, Tensor)
     ):
         with warnings.catch_warnings():  # a meta tensor takes no data: keys and shapes only
             warnings.simplefilter("ignore")
-            own = _own_slices(_entries(model._smp_module), given)
-            keys = model._smp_module.load_state_dict(own, strict)
-        model._smp_deferred_loads.append((given, False, strict, same_partition_load))
+            own = _own_slices(_entries(model.module), given)
+            keys = model.module.load_state_dict(own, strict)
+        record.deferred_loads.append((given, False, strict, same_partition_load))
         return keys
     return _load_now(model, given, partial, strict, same_partition_load)
 
 
-def load_deferred(model: "LiveModel") -> None:
+def load_deferred(model: LiveModel) -> None:
     """Do the loads deferred until the partition, in their order."""
-    waiting, model._smp_deferred_loads = model._smp_deferred_loads, []
+    record = record_of(model)
+    waiting, record.deferred_loads = record.deferred_loads, []
     for given, partial, strict, same_partition_load in waiting:
         _load_now(model, given, partial, strict, same_partition_load)
 
 
 def _load_now(
-    model: "LiveModel",
+    model: LiveModel,
     given: "OrderedDict[str, Any]",
     partial: bool,
     strict: bool,
     same_partition_load: bool,
 ) -> _IncompatibleKeys:
-    module = model._smp_module
+    module = model.module
     if not partial:
         given = _own_slices(_entries(module), given)
     if not model.partitioned:
@@ -205,7 +204,8 @@ def _load_now(
     if partial:
         entries = _entries(module)
         owners = owners_of_entries(model, entries)
-        mine = [name for name in entries if owners[name] == model._smp_runtime.pp_rank]
+        rank = record_of(model).rt.pp_rank
+        mine = [name for name in entries if owners[name] == rank]
         known: dict[Any, Any] = {n: v for n, v in given.items() if n in entries}
         found = known
         if not same_partition_load:

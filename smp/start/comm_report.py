@@ -121,7 +121,6 @@ def comm_report() -> CommReport:
         RuntimeError: before ``smp.init``, and without a group of the backend ``smddp``.
     """
     from smp.collectives.ranks import Ranks
-    from smp.runtime import runtime
 
     connected = list(Ranks.open)
     of_groups: dict[str, Any] = {
@@ -131,12 +130,12 @@ def comm_report() -> CommReport:
     }
     if connected and not state.is_initialized:
         return CommReport(dist.get_rank(), (), 0, 0, 0, 0, **of_groups)
-    place = state.job("smp.comm_report()").placement
+    job = state.job("smp.comm_report()")
     counters = _core.counters()
     peers = tuple(
-        Peer(rank, place.coordinates(rank).pp, transport, messages, sent)
+        Peer(rank, job.placement.coordinates(rank).pp, transport, messages, sent)
         for rank, (transport, messages, sent) in zip(
-            runtime.get("smp.comm_report()").core_group, _core.peers(), strict=False
+            job.runtime.core_group, _core.peers(), strict=False
         )
         if transport is not None
     )

@@ -21,8 +21,7 @@ from smp.job.bootstrap import Bootstrap, OverMPI
 from smp.job.config import Config, ConfigError
 from smp.job.job_end import Watch
 from smp.job.placement import AXES_OF_GROUP, Placement
-from smp.runtime import runtime
-from smp.start import whereabouts
+from smp.start import core_session, whereabouts
 from smp.state_mod import Job, state
 from smp.tensor_parallel.backward import norms
 
@@ -67,11 +66,11 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         job = Job(cfg, boot, placement, groups, torch_groups)
         state.begin(job)
         undo.callback(state.end)
-        undo.callback(runtime.stop)
+        undo.callback(core_session.stop, job.runtime)
         if len(groups["mp"]) > 1:
             undo.callback(norms.take_the_models_norm_from_now())
             undo.callback(amp.agree_from_now())
-        runtime.start(state)
+        core_session.start(job.runtime)
         if boot.size > 1:
             undo.enter_context(whereabouts.shared(job))
         job.undo = undo.pop_all()

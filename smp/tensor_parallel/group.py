@@ -17,8 +17,8 @@ from torch import Tensor
 from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
 from smp.pytorch.compiled_code import not_traced
-from smp.runtime import runtime
 from smp.slicing.slices import Slices, share
+from smp.state_mod import state
 from smp.tensor_parallel.backward import order
 from smp.tensor_parallel.rows import assumed_sizes
 
@@ -102,7 +102,7 @@ def is_traced() -> bool:
     """Whether this rank traces the model, or plans its split, without the others."""
     if _planned.get() is not None:
         return True
-    return runtime.current is not None and runtime.current.tracing
+    return state.is_tracing
 
 
 def gather_numbers(mine: list[int], device: torch.device) -> list[list[int]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from smp import _core
-from smp.runtime import chain, runtime
+from smp.runtime import chain
 from smp.slicing import split_parameters
 from smp.slicing.slices import (
     PATH,
@@ -29,6 +29,7 @@ from smp.slicing.slices import (
     whole_shape,
 )
 from smp.slicing.split_parameters import INIT, SplitTensor, refuse
+from smp.state_mod import state
 from smp.tensor_parallel import group, primitives
 
 # Reads of the memory of a slice, or of the parameter as an object.
@@ -122,10 +123,10 @@ def _wholes_in(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _come_together() -> bool:
     """Whether the tp_ranks run the same code now: a call of the model, or a step."""
-    rt = runtime.current
+    rt = state.runtime
     if rt is None:
         return False
-    return chain.is_open() or rt.in_step or rt.tracing or _core.current() is not None
+    return chain.is_open() or rt.step.is_under_way or _core.current() is not None
 
 
 def _of_slice(func: Any, args: tuple, kwargs: dict[str, Any], initializes: bool) -> Any:

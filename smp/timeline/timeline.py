@@ -17,8 +17,9 @@ from typing import Any
 
 from smp import _core
 from smp.collectives.objects import allgather
+from smp.modules import live_models
 from smp.ranks import CommGroup, rank
-from smp.runtime import runtime
+from smp.state_mod import state
 from smp.timeline import timeline_picture
 
 STEP_FUNCTION = "step function"
@@ -71,11 +72,12 @@ def save_trace(path: str | os.PathLike) -> None:
         RuntimeError: before ``smp.init``.
         OSError: rank 0 cannot write the file.
     """
-    rt = runtime.get("smp.save_trace()")
+    boot = state.job("smp.save_trace()").boot
     # Clocks of different hosts are compared by reading them when a collective ends.
-    hosts = allgather(rt.boot.host, CommGroup.PP_GROUP)
+    hosts = allgather(boot.host, CommGroup.PP_GROUP)
     now = time.monotonic_ns()
-    paths = [entry.path for model in rt.live_models() for entry in model._smp_entries]
+    models = live_models.partitioned()
+    paths = [entry.path for model in models for entry in live_models.parts_of(model).entries]
     everyone = allgather((now, list(_core.timeline()), paths), CommGroup.PP_GROUP)
     if rank() != 0:
         return

@@ -9,7 +9,7 @@ phase, 22; from the call and the collective in it, 10.
 import hashlib
 
 from smp import _core
-from smp.runtime import runtime
+from smp.modules import live_models
 from smp.slicing.slices import PATH
 
 _OF_CALL = 10  # bits
@@ -74,10 +74,9 @@ def _in_words(paths: set[str], key: int) -> str:
 
 
 def _paths_of_models() -> list[str]:
-    models = runtime.current.live_models() if runtime.current is not None else ()
     return [
         module.__dict__[PATH]
-        for model in models
+        for model in live_models.living()
         for module in model.modules()
         if PATH in module.__dict__
     ]

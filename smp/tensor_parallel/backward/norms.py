@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.modules import live_models
 from smp.optimizers import clip_by_the_models_norm, norm_over_the_model
-from smp.runtime import runtime
 from smp.slicing.slices import is_of_split_model
+from smp.state_mod import state
 
 
 def take_the_models_norm_from_now() -> Callable[[], None]:
@@ -95,10 +96,10 @@ def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def shared_parameters() -> dict[int, Tensor]:
     """By id, the parameters of models with a part on this rank."""
-    rt = runtime.get("a function of torch's that takes gradients")
+    rt = state.job("a function of torch's that takes gradients").runtime
     return {
         id(parameter): parameter
-        for model in rt.live_models()
+        for model in live_models.living()
         for parameter in model.parameters()
         if rt.pp_size > 1 or is_of_split_model(parameter)
     }

@@ -36,7 +36,6 @@ import torch.distributed as dist
 from smp import _core, ranks
 from smp.collectives.objects import refuse_if_forked
 from smp.collectives.process_group import ProcessGroup
-from smp.runtime import runtime
 from smp.tensor_parallel.backward import keys, step_end
 
 _LOOK_S = 0.1  # between two looks for signals
@@ -152,8 +151,10 @@ class Call:
             group.key = 0
 
     def _in_words(self) -> str:
-        step = runtime.current
-        of_step = f"microbatch {step.microbatch}, " if step is not None and step.in_step else ""
+        rt = ranks.state.runtime
+        of_step = ""
+        if rt is not None and rt.step.is_under_way:
+            of_step = f"microbatch {rt.step.microbatch}, "
         phase = "backward" if self._is_backward else "forward"
         return f"module '{self._path}' ({of_step}{phase})"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smp import _core, ranks
 from smp.collectives.process_group import ProcessGroup
-from smp.runtime import runtime
+from smp.state_mod import state
 
 Words = tuple[int, ...]  # a tp_rank's sizes
 Everyones = tuple[Words, ...]  # by tp_rank
@@ -34,7 +34,7 @@ def is_possible(tensor: Tensor) -> bool:
         tensor.is_cpu
         and ranks.pp_size() == 1  # there gathers are waited for elsewhere
         and isinstance(ranks.get_tp_process_group(), ProcessGroup)
-        and not (runtime.current is not None and runtime.current.tracing)
+        and not state.is_tracing
     )
 
 

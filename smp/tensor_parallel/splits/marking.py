@@ -71,7 +71,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
     """Raises RuntimeError for a module already in ``smp.DistributedModel``, split or whole."""
     inside = set(module.modules())
     for model in live_models.living():
-        if inside <= {model, *model._smp_module.modules()}:
+        if inside <= {model, *model.module.modules()}:
             raise RuntimeError(
                 f"smp.set_tensor_parallelism: this {type(module).__name__} is in a "
                 "DistributedModel, whose modules were split when it was made: mark it before"

@@ -34,7 +34,7 @@ def refuse(groups: Iterable[dict[str, Any]]) -> None:
     gone = [p for members in groups for p in members["params"] if hasattr(p, _REPLACED)]
     if not gone:
         return
-    living = {id(p) for model in live_models.living() for p in model._smp_module.parameters()}
+    living = {id(p) for model in live_models.living() for p in model.module.parameters()}
     gone = [parameter for parameter in gone if id(parameter) not in living]
     if gone:
         raise ValueError(

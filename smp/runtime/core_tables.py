@@ -1,0 +1,90 @@
+"""The core's tables of all models: entries, gates, names, and the gradients of entries."""
+
+from array import array
+from typing import Any
+from zlib import crc32
+
+from torch import Tensor, nn
+
+from smp import _core
+from smp.modules import live_models, remote_modules
+from smp.modules.live_models import LiveModel, parts_of
+from smp.runtime_state import Runtime
+from smp.slicing import parameter_marks
+
+
+def install(rt: Runtime) -> None:
+    """Tell the core about the entries, parameters and gradients of all models."""
+    models = live_models.partitioned()
+    modules: list[nn.Module] = []
+    parameters: list[Any] = []
+    owners: list[int] = []
+    paths: list[str] = []
+    entries: list[tuple] = []
+    for model in models:
+        its = parts_of(model)
+        modules += list(model.module.modules())
+        named = dict(model.module.named_parameters())
+        for path, owner in its.owners.items():
+            parameters.append(named[path])
+            owners.append(owner)
+            paths.append(path)
+        named_modules = dict(model.module.named_modules())
+        rank_of = its.partition.rank_of
+        for path, names in its.changing.items():
+            for name in names:
+                buffers, owner = named_modules[path]._buffers, rank_of[path]
+                # A forward may put another tensor in its place.
+                parameters.append((buffers, name) if owner == rt.pp_rank else buffers[name])
+                owners.append(owner)
+                paths.append(f"{path}.{name}".lstrip("."))
+        remote_modules.number_runs(named_modules, its.runs, len(entries))
+        entries += [tuple(entry) for entry in its.entries]
+    _core.set_entries(entries)
+    _core.set_gates(rt.tables.gates if len(rt.tables.gates) else None)
+    _core.set_names(modules, parameters, owners, paths)
+    install_gradients(rt, models)
+
+
+def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:
+    """Tell the core of the local parameters with gradients from each entry.
+
+    Args:
+        models: all partitioned ones.
+    """
+    # Models may share some.
+    everyone = {id(p): p for m in models for p in m.local_parameters()}
+    local = [p for p in everyone.values() if p.requires_grad]
+    for parameter in local:
+        parameter_marks.attach_hooks(parameter)  # the core adds its own
+    number = {id(p): i for i, p in enumerate(local)}
+    first = array("i", [0])
+    uses = array("i")
+    flags = bytearray()
+    for model in models:
+        its = parts_of(model)
+        for entry, chains in zip(its.entries, its.chainable, strict=True):
+            members = entry.callable.children if entry.module is None else [entry.module]
+            inside = [p for m in members for p in m.parameters()]
+            trains = remote_modules.TRAINS * any(p.requires_grad for p in inside)
+            flags.append(trains | remote_modules.CHAINS * (chains and rt.cfg.fast_mode))
+            uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
+            first.append(len(uses))
+    _core.gradients_setup(local, first, uses, _sum_of_layouts)
+    rt.staging.live_with(t for m in models for t in (*m.local_parameters(), *m.local_buffers()))
+    tables = rt.tables
+    tables.parameters = local
+    tables.entry_flags = bytes(flags)
+    tables.grad_flags = of_all = requires_grad_flags(models)
+    some = f"{sum(of_all)} of {len(of_all)} parameters require grad"
+    tables.grad_told = f"{some} ({crc32(of_all):08x})"
+
+
+def requires_grad_flags(models: list[LiveModel]) -> bytes:
+    """One byte a parameter: whether it requires grad now."""
+    return bytes(p.requires_grad for m in models for p in m.module.parameters())
+
+
+def _sum_of_layouts(total: Tensor, term: Tensor) -> Tensor:
+    """The sum of two gradients, one of them sparse, in torch's order: dense, then sparse."""
+    return term + total if total.is_sparse else total + term
