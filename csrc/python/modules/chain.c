@@ -237,8 +237,11 @@ make_follower(const smp_trail *trail, const smp_call_site *site, const smp_pack 
         goto none;
     }
     for (; call->nsources < pack->ntensors; call->nsources++) {
-        if (!find_source(trail, pack->tensors[call->nsources],
-                         &call->sources[call->nsources])) {
+        smp_chain_source *source = &call->sources[call->nsources];
+
+        /* Gradients of both calls for one argument are terms of the caller's sum. */
+        if (!find_source(trail, pack->tensors[call->nsources], source) ||
+            ((*source & 1) == 0 && pack->in_graph[call->nsources])) {
             goto none;
         }
     }
