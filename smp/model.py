@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _core, ranks
 from smp.checkpointing import activation_checkpointing
+from smp.compat.counterparts import Counterparts, counterparts, shapes_of
 from smp.data_parallel.data_parallel import DataParallel
 from smp.modules import (
     conversion,
@@ -51,7 +52,6 @@ from smp.tensor_parallel.backward import gradients
 from smp.tensor_parallel.rows import random_streams
 from smp.tensor_parallel.script_uses import gathers_of
 from smp.tensor_parallel.splits import in_place, marking, replaced_parameters
-from smp.tensor_parallel.splits.counterparts import Counterparts, counterparts, shapes_of
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport

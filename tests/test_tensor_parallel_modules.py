@@ -18,6 +18,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import smp
+from smp.compat import counterparts
 from smp.data_parallel.reduction import Reduction
 from smp.modules import hooks
 from smp.nn import utils as blocks
@@ -28,7 +29,7 @@ from smp.state_mod import state
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.backward import gradients, unused_collectives
 from smp.tensor_parallel.rows import assumed_sizes
-from smp.tensor_parallel.splits import counterparts, replacement
+from smp.tensor_parallel.splits import replacement
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, compare_slice, split_over_all_ranks
 
@@ -1439,7 +1440,7 @@ class OfAnother(nn.Module):
 def test_what_parameters_of_a_plain_model_are_now():
     """Those that stayed, one under another name, one that is gone, and a new one."""
     one = OfAnother()
-    one.__dict__[counterparts.REPLACES] = counterparts.BothWays(
+    one.__dict__[replacement.REPLACES] = replacement.BothWays(
         lambda plain: {"again": -plain["old"]} if "old" in plain else {},
         lambda ours: {"old": -ours["again"]} if "again" in ours else {},
     )

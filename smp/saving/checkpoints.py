@@ -38,7 +38,7 @@ from smp.state_mod import Job, state
 
 if TYPE_CHECKING:
     from smp.modules.live_models import LiveModel
-    from smp.saving.plain_optimizer import LiveOptimizer
+    from smp.saving.optimizer_state import LiveOptimizer
 
 _NEWEST = "newest"
 _SAVED = ".saved"

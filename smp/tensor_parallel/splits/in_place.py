@@ -387,7 +387,7 @@ def _watch(module: nn.Module, path: str) -> None:
 
 
 def _wanted_form(module: nn.Module) -> Any:
-    """The ``smp.nn.huggingface.forms.Form`` for a module's place, if there is one.
+    """The ``smp.compat.forms.Form`` for a module's place, if there is one.
 
     Only a class of transformers itself has one: a subclass may act otherwise.
     """

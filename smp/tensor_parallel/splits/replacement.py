@@ -22,13 +22,25 @@ from smp.slicing.slices import slices_of, whole_shape
 from smp.state_mod import state
 from smp.tensor_parallel import group
 from smp.tensor_parallel.splits import marking, replaced_parameters
-from smp.tensor_parallel.splits.counterparts import REPLACES, BothWays, Translate
 
 _MADE_WITH = "_smp_made_with"  # in a module's __dict__: (args, kwargs) of its __init__
 _OWN_HOOKS = "_smp_own_hooks"  # likewise: the hooks registered by its __init__
+REPLACES = "_smp_replaces"  # likewise: the `BothWays` of the module that it replaces
 
 Hook = Callable[..., Any]
+Translate = Callable[..., dict[str, Any]]  # from one state dict to another
 TranslateFunctions = tuple[Translate, Translate]  # from ours to the plain module's, and back
+
+
+class BothWays(NamedTuple):
+    """Between the state dicts of a module and of its replacement.
+
+    Both functions take dicts with some of the names; of tensors that belong together they take
+    all or none.
+    """
+
+    to_ours: Translate
+    to_plain: Translate
 
 
 class Registration(NamedTuple):

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from smp.modules.stand_ins import users_class
-from smp.nn.transformer.lm_head import HIDES
-from smp.nn.transformer.options import ACTIVATIONS
 from smp.state_mod import state
+from smp.tensor_parallel.rows.activations import ACTIVATIONS
 from smp.tensor_parallel.rows.caches import CACHES
+from smp.tensor_parallel.rows.kernels import HIDES
 from smp.tensor_parallel.splits import marking, replacement
-from smp.tensor_parallel.splits.counterparts import BothWays, Translate
+from smp.tensor_parallel.splits.replacement import BothWays, Translate
 
 Arguments = dict[str, Any]  # of a forward, by name
 
