@@ -194,7 +194,7 @@ class DistributedModel(live_models.LiveModel):
                 stacklevel=4,
             )
         mark_model(self._smp_module)
-        parameter_marks.keep_from_now()
+        parameter_marks.keep_from_now(self._smp_module)
         late_modules.refuse_from_now(self._smp_module, is_split=True)
         self._smp_scale_gradients()
 

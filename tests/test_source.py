@@ -241,6 +241,19 @@ def test_no_path_of_a_machine_and_no_registry_is_named():
         assert not (found := MACHINE_PATHS.search(text)), (path, found)
 
 
+# A change of PyTorch for the whole process, or a hook on all modules.
+PATCHES = re.compile(
+    r"\b(?:nn\.Module|Tensor|Function|GradScaler)\.\w+ = "
+    r"|\b(?:set|del)attr\((?:nn|torch|Tensor)\b"
+    r"|\bregister_module_\w*hook|\bcell_contents = "
+)
+
+
+def test_torch_is_changed_in_one_file():
+    found = [path for path, text in files(".py", under=["smp"]) if PATCHES.search(text)]
+    assert found == [Path("smp/pytorch/patches.py")]
+
+
 def test_nothing_is_left_for_later_without_an_owner():
     for path, text in files(".py", ".c", ".h"):
         assert not re.search(r"\b(?:TODO|FIXME|XXX)\b", text), path
@@ -260,6 +273,8 @@ def test_every_module_says_what_it_is():
         (MACHINE_PATHS, "see /home/someone/project"),
         (MACHINE_PATHS, "/tmp/wt/ranks"),
         (MACHINE_PATHS, "from pypi" + ".org"),
+        (PATCHES, "    nn.Module._apply = _apply"),
+        (PATCHES, "setattr(nn.Module, name, given)"),
     ],
 )
 def test_the_patterns_find_what_they_are_for(check, text):

@@ -5,10 +5,12 @@ They are the script's, free to drop them at any moment; so they are not held her
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+
+from smp.pytorch import patches
 
 
 class LiveModel(nn.Module):
@@ -52,11 +54,14 @@ class LiveModel(nn.Module):
 
 
 _models: list[weakref.ref[LiveModel]] = []
+_listeners: list[Callable[[LiveModel], None]] = []  # called with each new one
 
 
 def add(model: LiveModel) -> None:
     """Add the newest one."""
     _models.append(weakref.ref(model))
+    for listener in _listeners:
+        listener(model)
 
 
 def forget() -> None:
@@ -72,6 +77,34 @@ def made() -> int:
 def living() -> list[LiveModel]:
     """The models still in existence."""
     return [model for model in (ref() for ref in _models) if model is not None]
+
+
+def change_while_any_lives(change: patches.Change, *given: Callable) -> None:
+    """Have a change of PyTorch be in force while a model of now lives.
+
+    Args:
+        given: functions for the change.
+    """
+    for model in living():
+        change.while_alive(model, *given)
+
+
+def change_from_now(change: patches.Change, *given: Callable) -> Callable[[], None]:
+    """Likewise, of models made from now on.
+
+    Returns:
+        undoes it.
+    """
+
+    def listener(model: LiveModel) -> None:
+        change.while_alive(model, *given)
+
+    def undo() -> None:
+        _listeners.remove(listener)
+        change.end()
+
+    _listeners.append(listener)
+    return undo
 
 
 def home_of(module: nn.Module) -> tuple[str, int] | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from smp.pytorch import patches
 from smp.slicing.slices import MARKS, SCALES
 from smp.slicing.split_parameters import SplitParameter
 
@@ -80,10 +81,18 @@ def _ours(tensor: Tensor) -> dict[str, Any]:
     return {name: attributes[name] for name in (*MARKS, SCALES) if name in attributes}
 
 
-@functools.cache
-def keep_from_now() -> None:
-    """Have all conversions keep the marks: a script converts the wrapped module, too."""
-    plain = nn.Module._apply
+def keep_from_now(root: nn.Module) -> None:
+    """Have all conversions keep the marks: a script converts the wrapped module, too.
+
+    Args:
+        root: of a split model.
+    """
+    for module in root.modules():
+        patches.conversions_of_split_modules.while_alive(module, _keeping)
+
+
+def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``nn.Module._apply`` with the marks kept."""
 
     @functools.wraps(plain)
     def _apply(
@@ -92,4 +101,4 @@ def keep_from_now() -> None:
         with kept(self):
             return plain(self, fn, *args, **kwargs)
 
-    nn.Module._apply = _apply  # type: ignore[method-assign]
+    return _apply

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_map_only
 
+from smp.pytorch import patches
 from smp.pytorch.compiled_code import not_traced
 from smp.slicing.slices import PATH_OF_PARAMETER, slices_of, whole_shape
 
@@ -162,9 +162,6 @@ class SplitParameter(SplitTensor, nn.Parameter):
 
 
 # Optimizers compute over lists of exactly these classes at once.
-_foreach_supported_types.append(SplitParameter)
-
-
 def guard(module: nn.Module, path: str) -> None:
     """Have all cut parameters in a module be such; they stay the same objects.
 
@@ -172,6 +169,7 @@ def guard(module: nn.Module, path: str) -> None:
         module: split in place.
         path: of it.
     """
+    patches.foreach_types.while_alive(module, SplitParameter)
     for name, parameter in module.named_parameters():
         if slices_of(parameter) is not None and type(parameter) is nn.Parameter:
             parameter.__class__ = SplitParameter
