@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smp import _core, ranks
+from smp import _core, marks, ranks
 from smp.checkpointing import activation_checkpointing
 from smp.compat.counterparts import Counterparts, counterparts, shapes_of
 from smp.data_parallel.data_parallel import DataParallel
@@ -29,7 +29,6 @@ from smp.modules import (
     live_models,
     microbatch_attributes,
     remote_modules,
-    stand_ins,
     stores,
 )
 from smp.modules.gates import Turns
@@ -497,7 +496,7 @@ class DistributedModel(live_models.LiveModel):
         named = dict(self._smp_module.named_modules())
         expected = list(turns.expected)
         for path, gate in turns.modules.items():
-            earlier = named[path].__dict__.get(stand_ins.GATE)
+            earlier = named[path].__dict__.get(marks.GATE)
             if earlier is not None and rt.gates[earlier] != expected[gate]:
                 expected[gate] = 0
         return [rt.next_gate(count) for count in (*expected, 0)]

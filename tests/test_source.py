@@ -115,7 +115,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
 # files and those of rooms before it, for typing and within functions, too.  `smp/__init__.py`
 # and the command line stand above all.
 ROOMS = (
-    "_version", "torch_versions", "not_built", "pytorch", "job", "state_mod", "ranks",
+    "_version", "torch_versions", "not_built", "marks", "pytorch", "job", "state_mod", "ranks",
     "collectives", "slicing", "optimizers", "modules", "partitioning", "runtime",
     "tensor_parallel", "checkpointing", "compat", "data_parallel", "saving", "amp",
     "distributed_optimizer", "model", "execution", "nn", "start", "timeline",
@@ -254,6 +254,16 @@ def test_torch_is_changed_in_one_file():
     assert found == [Path("smp/pytorch/patches.py")]
 
 
+# A name on a user's object, or an assignment to its class.
+MARKS = re.compile(r"\"_smp_\w+\"|\b__class__ = |\"__class__\", \w")
+
+
+def test_names_on_users_objects_are_in_one_file():
+    """... but for the attributes of smp's own model."""
+    found = [path for path, text in files(".py", under=["smp"]) if MARKS.search(text)]
+    assert found == [Path("smp/marks.py"), Path("smp/model.py")]
+
+
 def test_nothing_is_left_for_later_without_an_owner():
     for path, text in files(".py", ".c", ".h"):
         assert not re.search(r"\b(?:TODO|FIXME|XXX)\b", text), path
@@ -273,6 +283,9 @@ def test_every_module_says_what_it_is():
         (MACHINE_PATHS, "see /home/someone/project"),
         (MACHINE_PATHS, "/tmp/wt/ranks"),
         (MACHINE_PATHS, "from pypi" + ".org"),
+        (MARKS, 'self.__dict__["_smp_pin"] = 1'),
+        (MARKS, "module.__class__ = kind"),
+        (MARKS, 'object.__setattr__(module, "__class__", kind)'),
         (PATCHES, "    nn.Module._apply = _apply"),
         (PATCHES, "setattr(nn.Module, name, given)"),
     ],

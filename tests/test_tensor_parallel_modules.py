@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import smp
 from smp.compat import counterparts
 from smp.data_parallel.reduction import Reduction
+from smp.marks import REPLACES
 from smp.modules import hooks
 from smp.nn import utils as blocks
 from smp.runtime import chain
@@ -1440,7 +1441,7 @@ class OfAnother(nn.Module):
 def test_what_parameters_of_a_plain_model_are_now():
     """Those that stayed, one under another name, one that is gone, and a new one."""
     one = OfAnother()
-    one.__dict__[replacement.REPLACES] = replacement.BothWays(
+    one.__dict__[REPLACES] = replacement.BothWays(
         lambda plain: {"again": -plain["old"]} if "old" in plain else {},
         lambda ours: {"old": -ours["again"]} if "again" in ours else {},
     )

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smp.marks import REPLACES
 from smp.slicing.slices import whole_shape
-from smp.tensor_parallel.splits.replacement import REPLACES, BothWays, Translate
+from smp.tensor_parallel.splits.replacement import BothWays, Translate
 
 Shapes = Mapping[str, list[int]]  # of parameters, by name
 

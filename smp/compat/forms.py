@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.marks import set_class
 from smp.modules.stand_ins import users_class
 from smp.state_mod import state
 from smp.tensor_parallel.rows.activations import ACTIVATIONS
@@ -110,7 +111,7 @@ class Form:
             return call(module, functools.partial(base.forward, module), arguments)
 
         members = {"forward": forward, "__module__": base.__module__}
-        made.__class__ = type(base.__name__, (base,), members)
+        set_class(made, type(base.__name__, (base,), members))
         if hasattr(original, "config"):
             made.config = original.config  # scripts ask the wrapped model for it
         return made

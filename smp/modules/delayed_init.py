@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_map
 
 from smp import _core
+from smp.marks import CONVERTS
 from smp.modules import creation
 from smp.pytorch import patches
 
@@ -505,16 +506,13 @@ def value_of(tensor: Tensor) -> Tensor:
         return _show(_recorder.replay({ref.storage})[ref.storage], ref)
 
 
-_CONVERTS = "_smp_converts"  # of a function from `_converting`
-
-
 def _converting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """For ``module._apply``: the function, of delayed tensors at the partition.
 
     Args:
         function: from ``model.to(...)``, to another dtype or device.
     """
-    if hasattr(function, _CONVERTS):
+    if hasattr(function, CONVERTS):
         return function  # of the module around
 
     def convert(tensor: Tensor) -> Tensor:
@@ -525,7 +523,7 @@ def _converting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
         shown = torch.empty_like(tensor.data, dtype=dtype)
         return _recorder.call(function, (tensor.data,), shown)
 
-    setattr(convert, _CONVERTS, True)
+    setattr(convert, CONVERTS, True)
     return convert
 
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from smp.compat.plain_optimizer import plain_optimizer
+from smp.marks import IS_PARTIAL
 from smp.ranks import CommGroup
 from smp.runtime import runtime
 from smp.saving.replica import Replica
-from smp.saving.state_dicts import IS_PARTIAL
 from smp.slicing.slices import Slices, slices_of
 from smp.tensor_parallel import group
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from smp.marks import IS_PARTIAL
 from smp.modules import remote_tensors
 from smp.ranks import CommGroup
 from smp.saving.replica import Replica, map_tensors
@@ -20,8 +21,6 @@ from smp.tensor_parallel import group
 
 if TYPE_CHECKING:
     from smp.modules.live_models import LiveModel
-
-IS_PARTIAL = "_smp_is_partial"
 
 
 def owners_of_entries(model: "LiveModel", names: Mapping[str, Any]) -> dict[str, int]:

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from smp.marks import SCALES, set_class
 from smp.pytorch import patches
-from smp.slicing.slices import MARKS, SCALES
+from smp.slicing.slices import MARKS
 from smp.slicing.split_parameters import SplitParameter
 
 
@@ -48,12 +49,12 @@ def kept(module: nn.Module) -> Iterator[None]:
     ]
     for _, _, tensor, kind, _ in before:
         if kind is SplitParameter:
-            tensor.__class__ = nn.Parameter  # torch makes another like it, perhaps
+            set_class(tensor, nn.Parameter)  # torch makes another like it, perhaps
     yield
     for register, name, old, kind, ours in before:
         tensor = register[name]
         if kind is SplitParameter and type(tensor) is nn.Parameter:
-            tensor.__class__ = kind
+            set_class(tensor, kind)
         if _ours(tensor).keys() >= ours.keys():
             continue  # the same, with other data
         for mark, value in ours.items():
