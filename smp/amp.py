@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from smp.collectives.objects import refuse_if_forked
+from smp.modules import live_models
+from smp.pytorch import patches
 from smp.state_mod import state
 from smp.tensor_parallel.backward.norms import shared_parameters
 
@@ -82,17 +84,23 @@ def agree_from_now() -> Callable[[], None]:
     Returns:
         undoes it.
     """
-    torchs: Any = torch.amp.GradScaler
-    plain = {
-        name: getattr(torchs, name)
-        for name in ("_check_scale_growth_tracker", "_unscale_grads_")
-    }
+    return live_models.change_from_now(patches.scalers, _with_scale, _agreeing)
+
+
+def _with_scale(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``_check_scale_growth_tracker`` of a scaler whose ``scale()`` was not called here."""
 
     def _check_scale_growth_tracker(self: Any, funcname: str) -> Any:
         if self._scale is None and shared_parameters():
             # The rank of the step function has called scale().
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        return plain["_check_scale_growth_tracker"](self, funcname)
+        return plain(self, funcname)
+
+    return _check_scale_growth_tracker
+
+
+def _agreeing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``_unscale_grads_`` with one answer of all ranks."""
 
     def _unscale_grads_(
         self: Any,
@@ -101,21 +109,14 @@ def agree_from_now() -> Callable[[], None]:
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        found = plain["_unscale_grads_"](self, optimizer, inv_scale, found_inf, allow_fp16)
+        found = plain(self, optimizer, inv_scale, found_inf, allow_fp16)
         if isinstance(self, GradScaler):
             return found
         shared = shared_parameters()
         given = (p for group in optimizer.param_groups for p in group["params"])
         return _agreed(found, found_inf) if any(id(p) in shared for p in given) else found
 
-    torchs._check_scale_growth_tracker = _check_scale_growth_tracker
-    torchs._unscale_grads_ = _unscale_grads_
-
-    def undo() -> None:
-        for name, function in plain.items():
-            setattr(torchs, name, function)
-
-    return undo
+    return _unscale_grads_
 
 
 def agree(found_inf: torch.Tensor) -> None:

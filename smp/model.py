@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smp import _core, ranks
 from smp.checkpointing import activation_checkpointing
+from smp.compat.counterparts import counterparts, shapes_of
 from smp.data_parallel.data_parallel import DataParallel
 from smp.modules import (
     conversion,
@@ -43,7 +44,6 @@ from smp.tensor_parallel.backward import gradients
 from smp.tensor_parallel.rows import random_streams
 from smp.tensor_parallel.script_uses import gathers_of
 from smp.tensor_parallel.splits import in_place, marking, replaced_parameters
-from smp.tensor_parallel.splits.counterparts import counterparts, shapes_of
 
 if TYPE_CHECKING:
     from smp.partitioning.report import PartitionReport
@@ -171,7 +171,7 @@ class DistributedModel(live_models.LiveModel):
                 stacklevel=4,
             )
         mark_model(self._smp_module)
-        parameter_marks.keep_from_now()
+        parameter_marks.keep_from_now(self._smp_module)
         late_modules.refuse_from_now(self._smp_module, is_split=True)
         gradients.scale(self._smp_module)
 

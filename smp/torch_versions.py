@@ -96,6 +96,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_are_functorch_transforms_active",
         "_current_graph_task_id",
         "_disabled_torch_dispatch_impl",
+        "_disabled_torch_function_impl",
         "_get_dispatch_stack_at",
         "_get_function_stack_at",
         "_is_any_autocast_enabled",

@@ -273,6 +273,17 @@ class Scaled(nn.Module):
         return self.last(torch.tanh(self.first(x))) * self.scale
 
 
+def test_a_tensor_made_alone_is_converted_in_a_later_module():
+    with smp.delay_param_initialization():
+        weight = nn.Parameter(torch.full((2,), 1.5))
+    module = nn.Module()
+    module.weight = weight
+    module.half()
+    assert is_delayed(module.weight)
+    materialize(module, lambda name: True, lambda path: True)
+    assert torch.equal(module.weight, torch.full((2,), 1.5, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("wrapped", [False, True], ids=["before it is wrapped", "after"])
 @pytest.mark.parametrize(("ranks", "degree"), [(2, 1), (4, 2)])
 def test_a_model_is_moved_and_converted_before_it_has_values(ranks, degree, wrapped):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp.nn.huggingface import forms, generation, gpt2, gptj, gptneo, gptneox
-from smp.nn.huggingface.forms import additive, hidden_positions, language_model
+from smp.compat import forms
+from smp.compat.forms import additive, hidden_positions, language_model
+from smp.nn.huggingface import generation, gpt2, gptj, gptneo, gptneox
 from smp.tensor_parallel import group
 
 pytest.importorskip("transformers")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
-from smp.nn.huggingface.translation import Translation, part
+from smp.compat.translation import Translation, part
 from smp.tensor_parallel.splits import replacement
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, split_over_all_ranks

@@ -1,8 +1,14 @@
 """Modules that are put into a model after its partition."""
 
+import gc
+from inspect import getattr_static
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 
 import smp
 from tests.ranks import on_ranks
@@ -147,6 +153,72 @@ def test_modules_are_free_again_after_the_end():
     net.far = nn.Linear(3, 3)
     with pytest.raises(RuntimeError, match="'far' .* cannot be replaced"):
         again.module.far = nn.Linear(3, 3)
+
+
+def of_torch() -> dict[str, Any]:
+    """What smp changes of PyTorch while it has a need, as it is now."""
+    names = {
+        nn.Module: (
+            "__init__", "__setstate__", "__getattribute__", "__setattr__", "_apply",
+            "register_forward_hook", "register_forward_pre_hook",
+        ),
+        torch.amp.GradScaler: ("_check_scale_growth_tracker", "_unscale_grads_"),
+        torch.autograd.Function: ("apply",),
+        Tensor: ("register_hook", "requires_grad", "requires_grad_"),
+    }  # fmt: skip
+    now = {f"{o.__name__}.{n}": getattr_static(o, n) for o in names for n in names[o]}
+    for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):
+        for i, cell in enumerate(function.__closure__):
+            now[f"{function.__name__}, {i}"] = cell.cell_contents
+    kinds = {kind.__name__: kind for kind in _foreach_supported_types}
+    now["foreach SplitParameter"] = kinds.get("SplitParameter")
+    for name, hooks in vars(torch.nn.modules.module).items():
+        if name.startswith("_global_") and isinstance(hooks, dict):
+            now |= {
+                f"{name} {i}": hook for i, hook in enumerate(hooks.values()) if callable(hook)
+            }
+    return now
+
+
+def changed(before: dict[str, Any]) -> set[str]:
+    now = of_torch()
+    return {name for name in now.keys() | before if now.get(name) is not before.get(name)}
+
+
+CHANGED = {
+    "_get_total_norm, 0",
+    "clip_grad_norm_, 0",
+    "GradScaler._check_scale_growth_tracker",
+    "GradScaler._unscale_grads_",
+    "_global_module_registration_hooks 0",
+    "_global_parameter_registration_hooks 0",
+}
+CHANGED_BY = {
+    "pipeline": {"Module.register_forward_hook", "Module.register_forward_pre_hook"},
+    "tensor": {"Module._apply", "foreach SplitParameter"},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", CHANGED_BY)
+def test_torch_is_changed_only_while_a_model_lives(kind):
+    gc.collect()
+    before = of_torch()
+    files = [v.__code__.co_filename for v in before.values() if hasattr(v, "__code__")]
+    assert files and not any("smp" in Path(file).parts for file in files)
+    smp.init({f"{kind}_parallel_degree": 2})
+    assert not changed(before)
+    with smp.delay_param_initialization(), smp.tensor_parallelism():
+        assert changed(before) == {"Module.__init__", "Module.__setstate__", "Module._apply"}
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert changed(before) == {"Module._apply"}
+    model = smp.DistributedModel(net)
+    smp.step(lambda model, x: model.backward(model(x).sum()))(model, torch.ones(2, 4))
+    assert changed(before) == CHANGED | CHANGED_BY[kind]
+    del net, model
+    smp.state.model = None
+    gc.collect()
+    assert not changed(before)
 
 
 class Delegating(nn.Module):

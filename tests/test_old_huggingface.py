@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import smp
-from smp.nn.huggingface import bert, forms, gpt2, gptj, gptneo, gptneox, vit
+from smp.compat import forms
+from smp.nn.huggingface import bert, gpt2, gptj, gptneo, gptneox, vit
 from smp.tensor_parallel.splits import in_place
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, split_over_all_ranks

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smp
-from smp import _core
-from smp.modules import remote_modules, stand_ins
+from smp import _core, marks
+from smp.modules import remote_modules
 from tests.models.modules import module_of
 from tests.models.partition import distributed, partition_by_path
 from tests.ranks import on_ranks
@@ -1120,9 +1120,9 @@ def test_children_of_one_rank_that_follow_each_other_are_one_entry():
     children, cuts = list(body), [0, 1, 4, 5, 6, 8]
     parts = [children[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
     assert runs == {"body": list(zip([None, count, None, None, None], parts, strict=True))}
-    vars(body)[stand_ins.RUNS] = []
+    vars(body)[marks.RUNS] = []
     remote_modules.number_runs(named, runs, 5)
-    assert [number for number, _ in vars(body)[stand_ins.RUNS]] == [
+    assert [number for number, _ in vars(body)[marks.RUNS]] == [
         None, count + 5, None, None, None,
     ]  # fmt: skip
 

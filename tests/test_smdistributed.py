@@ -9,10 +9,11 @@ import pytest
 import torch
 from packaging.version import Version
 
+import smdistributed.modelparallel.exceptions
 import smp
-import smp.compat.exceptions
 from tests.ranks import rank_environment
 
+ROOT = "smdistributed.modelparallel"
 FROM_SCRIPTS = [
     ("smdistributed.modelparallel.torch.nn", "FusedLayerNorm", "smp.nn"),
     ("smdistributed.modelparallel.torch.nn", "DistributedTransformerLayer", "smp.nn"),
@@ -39,8 +40,10 @@ FROM_SCRIPTS = [
     ("smdistributed.modelparallel.torch.optimizers", "FusedLAMB", "smp.optimizers"),
     ("smdistributed.modelparallel.torch.optimizers", "FusedNovoGrad", "smp.optimizers"),
     ("smdistributed.modelparallel.torch.model", "DistributedModel", "smp.model"),
-    ("smdistributed.modelparallel.torch.exceptions", "ConfigError", "smp.compat.exceptions"),
-    ("smdistributed.modelparallel.backend.exceptions", "ConfigError", "smp.compat.exceptions"),
+    *(
+        (f"{ROOT}.{package}.exceptions", "ConfigError", f"{ROOT}.exceptions")
+        for package in ("torch", "backend")
+    ),
     *(
         (f"smdistributed.modelparallel.torch.nn.huggingface.{model}", name, None)
         for model, name in [
@@ -226,4 +229,4 @@ def test_errors_by_the_names_that_the_manual_has():
     told = ["CallMismatch", "CheckpointError", "ConfigError", "PartitionError"]
     for name in [*told, "PartitionMismatch", "ReplicasDiffer"]:
         assert issubclass(getattr(smp, name), Exception)
-        assert getattr(smp.compat.exceptions, name) is getattr(smp, name)
+        assert getattr(smdistributed.modelparallel.exceptions, name) is getattr(smp, name)

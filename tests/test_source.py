@@ -115,10 +115,10 @@ MAY_INCLUDE: dict[str, set[str]] = {
 # files and those of rooms before it, for typing and within functions, too.  `smp/__init__.py`
 # and the command line stand above all.
 ROOMS = (
-    "_version", "torch_versions", "not_built", "pytorch", "job", "runtime_state", "state_mod",
-    "ranks", "collectives", "slicing", "optimizers", "modules", "partitioning", "runtime",
-    "tensor_parallel", "checkpointing", "data_parallel", "saving", "amp",
-    "distributed_optimizer", "model", "execution", "nn", "start", "timeline", "compat",
+    "_version", "torch_versions", "not_built", "marks", "pytorch", "job", "runtime_state",
+    "state_mod", "ranks", "collectives", "slicing", "optimizers", "modules", "partitioning",
+    "runtime", "tensor_parallel", "checkpointing", "compat", "data_parallel", "saving", "amp",
+    "distributed_optimizer", "model", "execution", "nn", "start", "timeline",
 )  # fmt: skip
 ABOVE_ALL = {"__init__", "__main__", "self_test"}
 
@@ -241,6 +241,29 @@ def test_no_path_of_a_machine_and_no_registry_is_named():
         assert not (found := MACHINE_PATHS.search(text)), (path, found)
 
 
+# A change of PyTorch for the whole process, or a hook on all modules.
+PATCHES = re.compile(
+    r"\b(?:nn\.Module|Tensor|Function|GradScaler)\.\w+ = "
+    r"|\b(?:set|del)attr\((?:nn|torch|Tensor)\b"
+    r"|\bregister_module_\w*hook|\bcell_contents = "
+)
+
+
+def test_torch_is_changed_in_one_file():
+    found = [path for path, text in files(".py", under=["smp"]) if PATCHES.search(text)]
+    assert found == [Path("smp/pytorch/patches.py")]
+
+
+# A name on a user's object, or an assignment to its class.
+MARKS = re.compile(r"\"_smp_\w+\"|\b__class__ = |\"__class__\", \w")
+
+
+def test_names_on_users_objects_are_in_one_file():
+    """... but for the attributes of smp's own model."""
+    found = [path for path, text in files(".py", under=["smp"]) if MARKS.search(text)]
+    assert found == [Path("smp/marks.py"), Path("smp/model.py")]
+
+
 def test_nothing_is_left_for_later_without_an_owner():
     for path, text in files(".py", ".c", ".h"):
         assert not re.search(r"\b(?:TODO|FIXME|XXX)\b", text), path
@@ -260,6 +283,11 @@ def test_every_module_says_what_it_is():
         (MACHINE_PATHS, "see /home/someone/project"),
         (MACHINE_PATHS, "/tmp/wt/ranks"),
         (MACHINE_PATHS, "from pypi" + ".org"),
+        (MARKS, 'self.__dict__["_smp_pin"] = 1'),
+        (MARKS, "module.__class__ = kind"),
+        (MARKS, 'object.__setattr__(module, "__class__", kind)'),
+        (PATCHES, "    nn.Module._apply = _apply"),
+        (PATCHES, "setattr(nn.Module, name, given)"),
     ],
 )
 def test_the_patterns_find_what_they_are_for(check, text):

@@ -18,7 +18,9 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import smp
+from smp.compat import counterparts
 from smp.data_parallel.reduction import Reduction
+from smp.marks import REPLACES
 from smp.modules import hooks
 from smp.nn import utils as blocks
 from smp.runtime import chain
@@ -28,7 +30,7 @@ from smp.state_mod import state
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.backward import gradients, unused_collectives
 from smp.tensor_parallel.rows import assumed_sizes
-from smp.tensor_parallel.splits import counterparts, replacement
+from smp.tensor_parallel.splits import replacement
 from tests.models.modules import module_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import (
@@ -1388,7 +1390,7 @@ class OfAnother(nn.Module):
 def test_what_parameters_of_a_plain_model_are_now():
     """Those that stayed, one under another name, one that is gone, and a new one."""
     one = OfAnother()
-    one.__dict__[counterparts.REPLACES] = counterparts.BothWays(
+    one.__dict__[REPLACES] = replacement.BothWays(
         lambda plain: {"again": -plain["old"]} if "old" in plain else {},
         lambda ours: {"old": -ours["again"]} if "again" in ours else {},
     )

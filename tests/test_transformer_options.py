@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import smp
 from smp.nn.transformer import seeds
-from smp.nn.transformer.options import ACTIVATIONS
 from smp.tensor_parallel import group
+from smp.tensor_parallel.rows.activations import ACTIVATIONS
 from tests.ranks import on_ranks
 from tests.reference import transformer as plain
 from tests.reference.whole_job import assert_near, split_over_all_ranks

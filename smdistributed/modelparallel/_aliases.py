@@ -19,13 +19,13 @@ EMPTY = ""  # a package that only holds others
 # What does not have the same name in smp.
 MODULES = {
     TORCH: "smp",
-    f"{TORCH}.exceptions": "smp.compat.exceptions",
+    f"{TORCH}.exceptions": "smdistributed.modelparallel.exceptions",
     f"{TORCH}.patches": EMPTY,
     f"{TORCH}.patches.checkpoint": "smp.compat.checkpoint_calls",
     f"{TORCH}.utils": "smp.compat.script_names",
     f"{TORCH}.nn.utils": "smp.nn.building_blocks",
     f"{ROOT}.backend": EMPTY,
-    f"{ROOT}.backend.exceptions": "smp.compat.exceptions",
+    f"{ROOT}.backend.exceptions": "smdistributed.modelparallel.exceptions",
     f"{ROOT}.test": EMPTY,
     f"{ROOT}.test.torch": EMPTY,
     f"{ROOT}.test.torch.utils": "smp.compat.script_names",

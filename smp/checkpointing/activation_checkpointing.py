@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from smp.marks import CHECKPOINTED, CHECKPOINTING, set_class
 from smp.modules import inner_module, live_models, stand_ins
-from smp.modules.stand_ins import CHECKPOINTING
 from smp.state_mod import state
 from smp.tensor_parallel.rows import regions
 from smp.tensor_parallel.splits import in_place
@@ -61,8 +61,8 @@ def set_activation_checkpointing(
             set_activation_checkpointing(child, preserve_rng_state, pack_args_as_tuple)
         return
     module.__dict__[CHECKPOINTING] = (preserve_rng_state, pack_args_as_tuple, strategy)
-    if not hasattr(type(module), "_smp_checkpointed"):
-        module.__class__ = stand_ins.stand_in(type(module), checkpointed)
+    if not hasattr(type(module), CHECKPOINTED):
+        set_class(module, stand_ins.stand_in(type(module), checkpointed))
 
 
 def lift(root: nn.Module) -> dict[nn.Module, tuple]:
@@ -73,9 +73,9 @@ def lift(root: nn.Module) -> dict[nn.Module, tuple]:
     """
     out = {}
     for module in root.modules():
-        plain = vars(type(module)).get("_smp_checkpointed")
+        plain = vars(type(module)).get(CHECKPOINTED)
         if plain is not None:
-            module.__class__ = plain
+            set_class(module, plain)
             out[module] = module.__dict__.pop(CHECKPOINTING)
     return out
 
@@ -115,7 +115,7 @@ def checkpointed(cls: type[nn.Module]) -> dict[str, Any]:
         if type(copied) is not stand_ins.users_class(cls):  # the class's own idea of a copy
             return copied
         copied.__dict__[CHECKPOINTING] = module.__dict__[CHECKPOINTING]
-        copied.__class__ = stand_ins.stand_in(cls, checkpointed)
+        set_class(copied, stand_ins.stand_in(cls, checkpointed))
         return copied
 
     def __copy__(self):
@@ -128,7 +128,7 @@ def checkpointed(cls: type[nn.Module]) -> dict[str, Any]:
         "forward": forward,
         "__copy__": __copy__,
         "__deepcopy__": __deepcopy__,
-        "_smp_checkpointed": cls,
+        CHECKPOINTED: cls,
     }
 
 

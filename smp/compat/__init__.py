@@ -1,1 +1,1 @@
-"""Parts for existing scripts alone; ``smdistributed`` has their names."""
+"""Parts for existing scripts alone: of ``smdistributed``, and of transformers before 4.27."""

@@ -1,5 +1,6 @@
 """A decided partition, applied: this rank's part of the model with its classes and entries."""
 
+from smp import marks
 from smp.modules import (
     delayed_init,
     device_placement,
@@ -7,7 +8,6 @@ from smp.modules import (
     late_modules,
     microbatch_attributes,
     remote_modules,
-    stand_ins,
 )
 from smp.modules.gates import Turns
 from smp.modules.live_models import LiveModel, Parts, record_of
@@ -82,7 +82,7 @@ def _make_gates(model: LiveModel, turns: Turns, tables: CoreTables) -> list[int]
     named = dict(model.module.named_modules())
     expected = list(turns.expected)
     for path, gate in turns.modules.items():
-        earlier = named[path].__dict__.get(stand_ins.GATE)
+        earlier = named[path].__dict__.get(marks.GATE)
         if earlier is not None and tables.gates[earlier] != expected[gate]:
             expected[gate] = 0
     first = len(tables.gates)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from smp.marks import set_class
 from smp.modules import remote_tensors
 from smp.slicing import parameter_marks
 
@@ -72,7 +73,7 @@ def give_data(tensor: Tensor, data: Tensor) -> None:
         return
     is_parameter = isinstance(tensor, nn.Parameter)
     twin = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
-    twin.__class__ = tensor.__class__
+    set_class(twin, tensor.__class__)
     twin.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, twin)
 

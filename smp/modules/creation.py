@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-_lock = threading.Lock()  # guards the two below, and the two methods of nn.Module
+from smp.pytorch import patches
+
+_lock = threading.Lock()  # guards the next one
 _listeners: Counter[Callable[[nn.Module], None]] = Counter()  # open contexts, in all threads
-_plain_methods: dict[str, Any] = {}
-_noticing_methods: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
@@ -26,18 +26,16 @@ def noticed(listener: Callable[[nn.Module], None]) -> Iterator[None]:
         listener: called once for a module, for any number of contexts.
     """
     with _lock:
-        if not _listeners:
-            _patch()
         _listeners[listener] += 1
     try:
-        yield
+        # __init__ makes a module; copies and pickles go through __setstate__.
+        with patches.creation.in_block(_noticing, _noticing):
+            yield
     finally:
         with _lock:
             _listeners[listener] -= 1
             if not _listeners[listener]:
                 del _listeners[listener]
-            if not _listeners:
-                _restore()
 
 
 def _noticing(method: Any) -> Any:
@@ -51,18 +49,3 @@ def _noticing(method: Any) -> Any:
         return result
 
     return call
-
-
-def _patch() -> None:
-    # __init__ makes a module; copies and pickles go through __setstate__.
-    for name in ("__init__", "__setstate__"):
-        _plain_methods[name] = getattr(nn.Module, name)
-        _noticing_methods[name] = _noticing(_plain_methods[name])
-        setattr(nn.Module, name, _noticing_methods[name])
-
-
-def _restore() -> None:
-    for name, noticing in _noticing_methods.items():
-        # A script that patched it since keeps its own; ours does nothing any more.
-        if getattr(nn.Module, name) is noticing:
-            setattr(nn.Module, name, _plain_methods[name])

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -28,6 +29,9 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_map
 
 from smp import _core
+from smp.marks import CONVERTS
+from smp.modules import creation
+from smp.pytorch import patches
 
 
 @contextlib.contextmanager
@@ -49,9 +53,14 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
     if not enabled or _is_recording():
         yield
         return
-    _convert_later()
+    change = patches.delayed_conversions
     try:
-        with _recorder, _OnHost(_recorder):
+        with (
+            change.in_block(_converting_later, lasts=_recorder.is_in_use),
+            creation.noticed(lambda module: change.while_alive(module, _converting_later)),
+            _recorder,
+            _OnHost(_recorder),
+        ):
             yield
     finally:
         _recorder.scratch.free()
@@ -113,7 +122,7 @@ class Recorder(TorchDispatchMode):
         self.tape: list[_Op] = []
         self.writers: list[list[int]] = []  # by storage: its operators in the tape
         self.numbers: dict[int, int] = {}  # by the address of a meta storage
-        self.storages: list[torch.UntypedStorage] = []  # kept, with their addresses
+        self.storages: list[StorageWeakRef] = []  # so that their addresses stay their own
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -152,6 +161,10 @@ class Recorder(TorchDispatchMode):
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor shows a recorded storage."""
         return tensor.is_meta and tensor.untyped_storage()._cdata in self.numbers
+
+    def is_in_use(self) -> bool:
+        """Whether there is a tensor with a recorded storage."""
+        return not all(storage.expired() for storage in list(self.storages))
 
     def ref(self, tensor: Tensor) -> _Ref:
         return _Ref(
@@ -213,7 +226,7 @@ class Recorder(TorchDispatchMode):
     def _number(self, made: Tensor) -> None:
         storage = made.untyped_storage()
         self.numbers[storage._cdata] = len(self.storages)
-        self.storages.append(storage)
+        self.storages.append(StorageWeakRef(storage))
         self.writers.append([])
 
     def _append(
@@ -446,14 +459,12 @@ def _is_recording() -> bool:
     return _recorder in _get_current_dispatch_mode_stack()
 
 
-@functools.cache
-def _convert_later() -> None:
-    """Have ``model.half()``, ``model.to(...)`` and alike wait for delayed values, too.
+def _converting_later(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``nn.Module._apply`` where ``model.half()`` and alike wait for delayed values, too.
 
     Behind the context no other code sees them.  Buffers and dtypes on the way are as without
     delay, unseen by a look at the model's parameters at the partition.
     """
-    plain = nn.Module._apply
 
     @functools.wraps(plain)
     def _apply(
@@ -461,7 +472,7 @@ def _convert_later() -> None:
     ) -> Any:
         return plain(self, fn if _is_recording() else _converting(fn), *args, **kwargs)
 
-    nn.Module._apply = _apply  # type: ignore[method-assign]
+    return _apply
 
 
 # --------------------------------------------------------------------------- the partition
@@ -495,16 +506,13 @@ def value_of(tensor: Tensor) -> Tensor:
         return _show(_recorder.replay({ref.storage})[ref.storage], ref)
 
 
-_CONVERTS = "_smp_converts"  # of a function from `_converting`
-
-
 def _converting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """For ``module._apply``: the function, of delayed tensors at the partition.
 
     Args:
         function: from ``model.to(...)``, to another dtype or device.
     """
-    if hasattr(function, _CONVERTS):
+    if hasattr(function, CONVERTS):
         return function  # of the module around
 
     def convert(tensor: Tensor) -> Tensor:
@@ -515,7 +523,7 @@ def _converting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
         shown = torch.empty_like(tensor.data, dtype=dtype)
         return _recorder.call(function, (tensor.data,), shown)
 
-    setattr(convert, _CONVERTS, True)
+    setattr(convert, CONVERTS, True)
     return convert
 
 
@@ -562,6 +570,16 @@ def materialize(
                 if new.requires_grad != tensor.requires_grad:
                     new.requires_grad_(tensor.requires_grad)
             holder[key] = replaced[id(tensor)]
+    for module in root.modules():
+        if not _holds_delayed(module):
+            patches.delayed_conversions.no_longer_for(module)
+
+
+def _holds_delayed(module: nn.Module) -> bool:
+    """Whether it has a tensor without values: one of a module on another rank."""
+    held = (module._parameters, module._buffers, module.__dict__)
+    tensors = (one for some in held for one in some.values() if isinstance(one, Tensor))
+    return any(map(is_delayed, tensors))
 
 
 def _without_memory(parameter: Tensor) -> Tensor:

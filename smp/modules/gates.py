@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from smp import _core
+from smp import _core, marks
 from smp.modules import stand_ins
 
 
@@ -50,10 +50,10 @@ def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -
     Running statistics change in training alone: an evaluation goes past the gate, unless the
     same step also trains the module.
     """
-    gate = module.__dict__.get(stand_ins.GATE)
+    gate = module.__dict__.get(marks.GATE)
     if gate is None or gate in _passing.gates:
         return call(*args, **kwargs)
-    switches = stand_ins.SWITCHES in module.__dict__
+    switches = marks.SWITCHES in module.__dict__
     if not switches and changes_nothing(module):
         return call(*args, **kwargs)
     modes = [(one, one.training) for one in module.modules()] if switches else []
@@ -91,14 +91,14 @@ def gated(cls: type[nn.Module]) -> dict[str, Any]:
 
     def __setattr__(self, name, value):
         if name == "training" and _core.current() is not None and value != self.training:
-            self.__dict__[stand_ins.SWITCHES] = True  # for good
+            self.__dict__[marks.SWITCHES] = True  # for good
         cls.__setattr__(self, name, value)
 
     return {
         "__call__": __call__,
         "forward": forward,
         "__setattr__": __setattr__,
-        "_smp_original_class": getattr(cls, "_smp_original_class", cls),
+        **stand_ins.of_original(cls),
     }
 
 
@@ -111,7 +111,7 @@ class _ReadOutside(stand_ins.WatchedAttribute):
 
 def _await_turn_at(module: nn.Module) -> None:
     """Wait for the microbatch's turn there, unless this thread's task is in a call of it."""
-    gate = module.__dict__.get(stand_ins.GATE)
+    gate = module.__dict__.get(marks.GATE)
     if gate is not None and gate not in _passing.gates and not changes_nothing(module):
         _core.await_turn(gate)
 
@@ -130,7 +130,7 @@ def read_outside(names: tuple[str, ...]) -> stand_ins.Members:
 
         return {
             "__setattr__": __setattr__,
-            "_smp_original_class": getattr(cls, "_smp_original_class", cls),
+            **stand_ins.of_original(cls),
             **{name: _ReadOutside() for name in names},
         }
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
 from smp import _core
+from smp.marks import GATE
 from smp.modules import live_models
 from smp.modules.gates import through_gate
-from smp.modules.stand_ins import GATE
 
 
 def serve_hooked(

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from smp import marks
 from smp.modules import stand_ins
 
 _twins: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()  # by id of the wrapped one
@@ -22,8 +23,7 @@ def give(module: nn.Module) -> None:
     # The classes of script modules are made by a metaclass, for a script.
     if hasattr(module, "module") or isinstance(module, torch.jit.ScriptModule):
         return
-    # Past the __setattr__ of a forwarding class, as of torch.compile's.
-    object.__setattr__(module, "__class__", stand_ins.stand_in(cls, wrapped))
+    marks.set_class_itself(module, stand_ins.stand_in(cls, wrapped))
 
 
 class _Inner:
@@ -40,7 +40,7 @@ class _Inner:
             made = stand_ins.stand_in(stand_ins.users_class(cls), inner)
             twin = _twins[id(module)] = object.__new__(made)
             object.__setattr__(twin, "__dict__", module.__dict__)
-            object.__setattr__(twin, "_smp_wrapped", module)
+            object.__setattr__(twin, marks.WRAPPED, module)
         return twin
 
 
@@ -68,7 +68,7 @@ def inner(cls: type[nn.Module]) -> dict[str, Any]:
         delattr(self._smp_wrapped, name)
 
     return {
-        "__slots__": ("_smp_wrapped",),
+        "__slots__": (marks.WRAPPED,),
         "__call__": __call__,
         "forward": forward,
         "__setattr__": __setattr__,
@@ -83,7 +83,7 @@ def wrapped_of(module: nn.Module) -> nn.Module:
     have yet.
     """
     try:
-        return object.__getattribute__(module, "_smp_wrapped")
+        return object.__getattribute__(module, marks.WRAPPED)
     except AttributeError:
         return module
 
@@ -91,4 +91,4 @@ def wrapped_of(module: nn.Module) -> nn.Module:
 def users_module(module: nn.Module) -> nn.Module:
     """The same, and for a ``DistributedModel`` the wrapped module."""
     module = wrapped_of(module)
-    return module.__dict__.get("_smp_module", module)
+    return module.__dict__.get(marks.WRAPPED_MODULE, module)

@@ -18,14 +18,14 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from smp import _core
-from smp.modules import hook_containers
+from smp.modules import hook_containers, live_models
 from smp.modules.inner_module import wrapped_of
 from smp.modules.remote_modules import is_remote
+from smp.pytorch import patches
 from smp.pytorch.contents import content_of, is_the_same
 
 _OF_TORCH = frozenset(vars(nn.Module()))  # its dicts of parameters, hooks, ...
 _KNOWN = ("torch.", "smp.", "transformers.")
-_REGISTER = ("register_forward_pre_hook", "register_forward_hook")
 
 
 class _Place(NamedTuple):
@@ -46,7 +46,6 @@ class _Place(NamedTuple):
 # The modules of partitioned models, by id: a class of a user's may not be hashable.
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _places: dict[int, "_Place"] = {}  # of these
-_originals: dict[str, Callable] = {}
 _called: list["_Late"] = []  # hooks not known yet, called in this step
 
 
@@ -65,11 +64,7 @@ def notice_from_now(root: nn.Module, order: int, is_first: bool) -> None:
         is_called_here = is_first if not path else not is_remote(named[above])
         _modules[id(module)] = module
         _places[id(module)] = _Place(path, order, is_called_here)
-    if _originals:
-        return
-    for name in _REGISTER:
-        _originals[name] = original = getattr(nn.Module, name)
-        setattr(nn.Module, name, _noticing(original))
+    live_models.change_while_any_lives(patches.late_hooks, _noticing, _noticing)
 
 
 def forget() -> None:
@@ -77,9 +72,7 @@ def forget() -> None:
     _modules.clear()
     _places.clear()
     _called.clear()
-    for name, original in _originals.items():
-        setattr(nn.Module, name, original)
-    _originals.clear()
+    patches.late_hooks.end()
 
 
 def _noticing(original: Callable) -> Callable:

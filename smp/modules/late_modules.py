@@ -10,21 +10,16 @@ from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
-from torch.utils.hooks import RemovableHandle
 
 from smp import _core
+from smp.modules import live_models
 from smp.modules.inner_module import wrapped_of
+from smp.pytorch import patches
 
 # The modules of partitioned models, by id: a class of a user's may not be hashable.
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _paths: dict[int, str] = {}  # of these
 _since: dict[int, str] = {}  # when they are not to change any more
-_hooks: list[RemovableHandle] = []
-
 
 _PARTITION = (
     "the partition, which decided about the modules that the model had: change it before its "
@@ -45,9 +40,7 @@ def refuse_from_now(root: nn.Module, is_split: bool = False) -> None:
     for path, module in root.named_modules():
         _modules[id(module)], _paths[id(module)] = module, path
         _since[id(module)] = _SPLIT if is_split else _PARTITION
-    if not _hooks:
-        _hooks.append(register_module_module_registration_hook(_check))
-        _hooks.append(register_module_parameter_registration_hook(_check_parameter))
+    live_models.change_while_any_lives(patches.late_modules, _check, _check_parameter)
 
 
 def forget() -> None:
@@ -55,8 +48,7 @@ def forget() -> None:
     _modules.clear()
     _paths.clear()
     _since.clear()
-    while _hooks:
-        _hooks.pop().remove()
+    patches.late_modules.end()
 
 
 def _path(module: nn.Module) -> str | None:

@@ -6,13 +6,14 @@ They are the script's, free to drop them at any moment; so they are not held her
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from smp.modules.once_hooks import OnceHooks
+from smp.pytorch import patches
 from smp.runtime_state import Runtime
 from smp.state_mod import state
 
@@ -101,12 +102,15 @@ def parts_of(model: LiveModel) -> Parts:
 
 _models: list[weakref.ref[LiveModel]] = []
 _new: list[weakref.ref[LiveModel]] = []  # since the last step
+_listeners: list[Callable[[LiveModel], None]] = []  # called with each new one
 
 
 def add(model: LiveModel) -> None:
     """Add the newest one, made on all ranks."""
     _new.append(weakref.ref(model))
     _models.append(_new[-1])
+    for listener in _listeners:
+        listener(model)
 
 
 def forget() -> None:
@@ -149,6 +153,34 @@ def of_job(caller: str) -> list[LiveModel]:
 def partitioned() -> list[LiveModel]:
     """The partitioned ones of these."""
     return [model for model in living() if model.partitioned]
+
+
+def change_while_any_lives(change: patches.Change, *given: Callable) -> None:
+    """Have a change of PyTorch be in force while a model of now lives.
+
+    Args:
+        given: functions for the change.
+    """
+    for model in living():
+        change.while_alive(model, *given)
+
+
+def change_from_now(change: patches.Change, *given: Callable) -> Callable[[], None]:
+    """Likewise, of models made from now on.
+
+    Returns:
+        undoes it.
+    """
+
+    def listener(model: LiveModel) -> None:
+        change.while_alive(model, *given)
+
+    def undo() -> None:
+        _listeners.remove(listener)
+        change.end()
+
+    _listeners.append(listener)
+    return undo
 
 
 def home_of(module: nn.Module) -> tuple[str, int] | None:

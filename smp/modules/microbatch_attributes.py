@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from smp import _core
+from smp import _core, marks
 from smp.modules import gates, live_models, stand_ins, stores
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
     def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
         microbatch = None if module is None else _core.current()
         if module is not None and microbatch is not None:
-            value = self._value(module, module.__dict__[stand_ins.KEPT][self.name], microbatch)
+            value = self._value(module, module.__dict__[marks.KEPT][self.name], microbatch)
             if value is _DELETED:
                 return getattr(super(self.owner, module), self.name)  # its class may have one
             if value is not _ABSENT:
@@ -87,7 +87,7 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
         if microbatch is None:
             super().__set__(module, value)
             return
-        kept = module.__dict__[stand_ins.KEPT][self.name]
+        kept = module.__dict__[marks.KEPT][self.name]
         values = _values.get((id(module), self.name))
         if _core.in_backward():
             self._set_in_backward(module, kept, values, microbatch, value)
@@ -191,7 +191,7 @@ def _counting(cls: type[nn.Module]) -> dict[str, Any]:
             or any(one is self for one, _ in _running.calls)
         ):
             return call(self, *args, **kwargs)
-        kept = {n: one for n, one in self.__dict__[stand_ins.KEPT].items() if one.counted}
+        kept = {n: one for n, one in self.__dict__[marks.KEPT].items() if one.counted}
         left = {name: one.uses for name, one in kept.items()}
         _running.calls.append((self, left))
         try:
@@ -209,11 +209,7 @@ def _counting(cls: type[nn.Module]) -> dict[str, Any]:
     def forward(self, *args, **kwargs):
         return counted(self, cls.forward, *args, **kwargs)
 
-    return {"__call__": __call__, "forward": forward, **_original(cls)}
-
-
-def _original(cls: type[nn.Module]) -> dict[str, Any]:
-    return {"_smp_original_class": getattr(cls, "_smp_original_class", cls)}
+    return {"__call__": __call__, "forward": forward, **stand_ins.of_original(cls)}
 
 
 @functools.cache
@@ -221,7 +217,7 @@ def own_of_microbatch(names: tuple[str, ...]) -> stand_ins.Members:
     """The methods of a class like that of a module with these attributes set."""
 
     def members(cls: type[nn.Module]) -> dict[str, Any]:
-        return {**_original(cls), **{name: _OfMicrobatch() for name in names}}
+        return {**stand_ins.of_original(cls), **{name: _OfMicrobatch() for name in names}}
 
     return members
 
@@ -234,15 +230,19 @@ def _adopting(cls: type[nn.Module]) -> dict[str, Any]:
     def __setattr__(self, name, value):
         is_module = isinstance(value, nn.Parameter | nn.Module)
         if _core.current() is not None and not is_module and _can_be_own(self, name):
-            watch(self, {name: Kept(self.__dict__[stand_ins.ORDER], unseen=True)})
+            watch(self, {name: Kept(self.__dict__[marks.ORDER], unseen=True)})
         cls.__setattr__(self, name, value)
 
-    return {"__setattr__": __setattr__, **_original(cls)}
+    return {"__setattr__": __setattr__, **stand_ins.of_original(cls)}
 
 
 def _can_be_own(module: nn.Module, name: str) -> bool:
     """Whether the attribute is a plain one, and none of ours or of torch's."""
-    if name in module.__dict__.get(stand_ins.KEPT, ()) or name.startswith(("_smp_", "__")):
+    if (
+        name in module.__dict__.get(marks.KEPT, ())
+        or marks.is_mark(name)
+        or name.startswith("__")
+    ):
         return False
     registered = (module._parameters, module._buffers, module._modules)
     if any(name in names for names in registered) or name in _OF_TORCH:
@@ -252,13 +252,13 @@ def _can_be_own(module: nn.Module, name: str) -> bool:
 
 def watch(module: nn.Module, kept: Mapping[str, Kept]) -> None:
     """Keep these attributes of a module of this rank apart, from microbatch to microbatch."""
-    known = module.__dict__.setdefault(stand_ins.KEPT, {})
+    known = module.__dict__.setdefault(marks.KEPT, {})
     new = tuple(sorted(kept.keys() - known.keys()))
     known.update(kept)
     if new:
-        module.__class__ = stand_ins.stand_in(type(module), own_of_microbatch(new))
+        marks.set_class(module, stand_ins.stand_in(type(module), own_of_microbatch(new)))
     if any(one.counted for one in kept.values()):
-        module.__class__ = stand_ins.stand_in(type(module), _counting)
+        marks.set_class(module, stand_ins.stand_in(type(module), _counting))
 
 
 def adopt(module: nn.Module, order: int) -> None:
@@ -267,9 +267,9 @@ def adopt(module: nn.Module, order: int) -> None:
     Args:
         order: the gate passed by a microbatch at the end of its forward.
     """
-    if stand_ins.ORDER not in module.__dict__:
-        module.__class__ = stand_ins.stand_in(type(module), _adopting)
-    module.__dict__[stand_ins.ORDER] = order
+    if marks.ORDER not in module.__dict__:
+        marks.set_class(module, stand_ins.stand_in(type(module), _adopting))
+    module.__dict__[marks.ORDER] = order
 
 
 def keep_apart(
@@ -296,7 +296,7 @@ def keep_apart(
             continue
         if path in turns.reads:
             reads = gates.read_outside(tuple(turns.reads[path]))
-            module.__class__ = stand_ins.stand_in(type(module), reads)
+            marks.set_class(module, stand_ins.stand_in(type(module), reads))
         kept = {name: Kept(order) for name in turns.own.get(path, ())}
         kept |= {name: Kept(-1) for name in turns.restored.get(path, ())}
         for name, (gate, uses) in turns.carried.get(path, {}).items():
@@ -315,7 +315,7 @@ def keep_apart(
 
 def keeps(target: nn.Module | nn.Parameter, name: str) -> bool:
     """Whether each microbatch has its own value of the attribute."""
-    return name in target.__dict__.get(stand_ins.KEPT, ())
+    return name in target.__dict__.get(marks.KEPT, ())
 
 
 def of_this_microbatch(target: nn.Module | nn.Parameter, name: str, absent: Any) -> Any:
@@ -343,7 +343,7 @@ def finish(went_well: bool) -> None:
     After a failure those stay that tracing has not seen: a branch that runs once has run.
     """
     for (_, name), values in _values.items():
-        unseen = values.module.__dict__[stand_ins.KEPT][name].unseen
+        unseen = values.module.__dict__[marks.KEPT][name].unseen
         if not values.by_microbatch or not (went_well or unseen):
             continue
         last = values.by_microbatch[max(values.by_microbatch)]

@@ -7,15 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from smp.marks import PIN, TOGETHER
 from smp.modules import creation, inner_module, live_models
 
 
 class PartitionError(ValueError):
     """The user's pins cannot be met; the message names module paths and partitions."""
 
-
-PIN = "_smp_partition"  # in a module's __dict__: its pin, copied and pickled with it
-TOGETHER = "_smp_together"  # likewise: the module has one rank with all in it
 
 _innermost: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "smp.partition", default=None

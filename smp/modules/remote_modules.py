@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from smp import _core
+from smp import _core, marks
 from smp.modules import (
     conversion,
     gates,
@@ -68,7 +68,7 @@ def remote(cls: type[nn.Module]) -> dict[str, Any]:
         "__call__": _core.module_call,
         "forward": forward,
         "_apply": conversion.convert_elsewhere,
-        "_smp_original_class": cls,
+        marks.ORIGINAL_CLASS: cls,
         **_slices_of(cls),
         **travelling_changes.watched(cls),
     }
@@ -90,7 +90,7 @@ def runs_where_called(module: nn.Module) -> bool:
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The module's class before its partition."""
-    return getattr(type(module), "_smp_original_class", type(module))
+    return getattr(type(module), marks.ORIGINAL_CLASS, type(module))
 
 
 def spans_ranks(module: nn.Module, ranks: dict[int, int]) -> bool:
@@ -126,7 +126,7 @@ def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
 
     @functools.wraps(cls.forward)
     def forward(self, input):
-        for number, children in self.__dict__[stand_ins.RUNS]:
+        for number, children in self.__dict__[marks.RUNS]:
             if number is None or any(map(_has_hooks_of_caller, children)):
                 for child in children:
                     input = child(input)
@@ -134,7 +134,7 @@ def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
                 input = _core.call_entry(number, (input,))
         return input
 
-    return {"forward": forward, "_smp_original_class": cls, **_slices_of(cls)}
+    return {"forward": forward, marks.ORIGINAL_CLASS: cls, **_slices_of(cls)}
 
 
 def make_entries(root: nn.Module, rank_of: dict[str, int]) -> tuple[list[Entry], Runs]:
@@ -248,15 +248,15 @@ def swap_classes(
             continue
         if rank_of[path] != rank:
             if not is_remote(module):
-                module.__class__ = stand_ins.stand_in(cls, remote)
+                marks.set_class(module, stand_ins.stand_in(cls, remote))
             continue
-        if path in runs and stand_ins.RUNS not in module.__dict__:
-            module.__dict__[stand_ins.RUNS] = []
-            module.__class__ = stand_ins.stand_in(cls, in_runs)
+        if path in runs and marks.RUNS not in module.__dict__:
+            module.__dict__[marks.RUNS] = []
+            marks.set_class(module, stand_ins.stand_in(cls, in_runs))
         if path in gate_of:
-            if stand_ins.GATE not in module.__dict__:
-                module.__class__ = stand_ins.stand_in(type(module), gates.gated)
-            module.__dict__[stand_ins.GATE] = gate_of[path]
+            if marks.GATE not in module.__dict__:
+                marks.set_class(module, stand_ins.stand_in(type(module), gates.gated))
+            module.__dict__[marks.GATE] = gate_of[path]
 
 
 def is_remote(module: nn.Module) -> bool:
@@ -274,8 +274,8 @@ def number_runs(named: dict[str, nn.Module], runs: Runs, first_entry: int) -> No
         first_entry: number of the model's first entry among all entries of the job.
     """
     for path, its in runs.items():
-        if stand_ins.RUNS in named[path].__dict__:
-            named[path].__dict__[stand_ins.RUNS] = [
+        if marks.RUNS in named[path].__dict__:
+            named[path].__dict__[marks.RUNS] = [
                 (None if number is None else number + first_entry, modules)
                 for number, modules in its
             ]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
+from smp.marks import HOME, set_class
 from smp.modules import travelling_changes
 from smp.pytorch import call_warnings
 
@@ -72,7 +73,6 @@ def _remote_in(value: Any) -> "Iterator[RemoteTensor]":
 class RemoteTensor(Tensor):
     """A parameter's ``data`` on a rank without it: attributes, no operators."""
 
-    _smp_home: tuple[str, int]  # path of the parameter, and its pp_rank
     _smp_kind = "parameter"
 
     @classmethod
@@ -123,7 +123,7 @@ class RemoteTensor(Tensor):
         Raises:
             RuntimeError: this rank does not have the data.
         """
-        path, owner = self._smp_home
+        path, owner = _home_of(self)
         raise RuntimeError(
             f"smp: {name} needs the data of {self._smp_kind} '{path}' "
             f"(shape {tuple(self.shape)}), which lives on pp_rank {owner}; use "
@@ -131,12 +131,12 @@ class RemoteTensor(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        path, owner = self._smp_home
+        path, owner = _home_of(self)
         kind = type(self).__name__
         return f"{kind}('{path}', shape={tuple(self.shape)}, pp_rank={owner})"
 
     def __reduce_ex__(self, protocol):
-        path, owner = self._smp_home
+        path, owner = _home_of(self)
         raise RuntimeError(
             f"smp: {self._smp_kind} '{path}' lives on pp_rank {owner} and cannot be pickled "
             "here: save model.state_dict(), which has the whole model, or call "
@@ -171,7 +171,7 @@ class RemoteBuffer(RemoteTensor):
         if _core.current() is not None:
             super()._smp_refuse(name, written)
         if not written:
-            path, owner = self._smp_home
+            path, owner = _home_of(self)
             call_warnings.warn_of_attribute(
                 path,
                 "",
@@ -192,13 +192,18 @@ class RemoteBuffer(RemoteTensor):
             return self.as_subclass(Tensor)
 
 
+def _home_of(tensor: Tensor) -> tuple[str, int]:
+    """The path of a tensor of another rank, and its pp_rank."""
+    return getattr(tensor, HOME)
+
+
 def _data_of(remote: RemoteTensor) -> RemoteTensor:
     """Its ``data``."""
     with torch._C.DisableTorchFunctionSubclass():
         if not isinstance(remote, RemoteBuffer):
             return _wrapper(RemoteTensor, remote, remote.dtype, remote.device)
         data = remote.data
-    return mark(data, *remote._smp_home)
+    return mark(data, *_home_of(remote))
 
 
 def _wrapper(
@@ -216,14 +221,14 @@ def _wrapper(
             storage_size=0,
             requires_grad=issubclass(cls, nn.Parameter) and tensor.requires_grad,
         )
-    made._smp_home = tensor._smp_home  # type: ignore[attr-defined]
+    setattr(made, HOME, _home_of(tensor))
     return made
 
 
 def mark(buffer: Tensor, path: str, owner: int) -> RemoteBuffer:
     """Make it a buffer with the newest value on its owner's rank alone; the same object."""
-    buffer.__class__ = RemoteBuffer
-    buffer._smp_home = (path, owner)  # type: ignore[attr-defined]
+    set_class(buffer, RemoteBuffer)
+    setattr(buffer, HOME, (path, owner))
     return buffer  # type: ignore[return-value]
 
 
@@ -233,7 +238,7 @@ def forget_data(parameter: nn.Parameter, path: str, owner: int) -> None:
     Other tensors with its memory, such as in a state dict of the script's, keep that.
     """
     parameter.grad = None
-    parameter._smp_home = (path, owner)  # type: ignore[attr-defined]
+    setattr(parameter, HOME, (path, owner))
     convert(parameter, parameter.dtype, parameter.device)
 
 
@@ -243,5 +248,5 @@ def convert(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -
     torch.clear_autocast_cache()  # it has weak references to tensors, not to their objects
     # The parameter keeps its attributes and weak references, and the wrapper takes its memory.
     torch._C._swap_tensor_impl(parameter, wrapper)
-    wrapper.__class__ = parameter.__class__  # type: ignore[assignment]
-    parameter.__class__ = RemoteParameter
+    set_class(wrapper, parameter.__class__)
+    set_class(parameter, RemoteParameter)

@@ -14,18 +14,7 @@ from typing import Any
 
 from torch import nn
 
-# Names in the __dict__ of a module with such a class.  Their values belong to this job and do
-# not go into copies and pickles.
-GATE = "_smp_gate"
-SWITCHES = "_smp_switches"
-RUNS = "_smp_runs"
-CHECKPOINTING = "_smp_checkpointing"
-KEPT = "_smp_kept"
-ORDER = "_smp_order"
-_OURS = (GATE, SWITCHES, RUNS, CHECKPOINTING, KEPT, ORDER)
-
-# A method of classes without copies or pickles of instances: it raises the reason.
-REFUSES_COPIES = "_smp_refuses_copies"
+from smp import marks
 
 Members = Callable[[type[nn.Module]], dict[str, Any]]
 
@@ -50,7 +39,7 @@ def stand_in(
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
             "__reduce_ex__": _reduce_ex,
-            "_smp_users_class": users_class(cls),
+            marks.USERS_CLASS: users_class(cls),
         }
         if cls is users_class(cls):
             for name, method in (("__copy__", _copy), ("__deepcopy__", _deepcopy)):
@@ -70,7 +59,12 @@ def stand_in(
 
 def users_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class written by the user."""
-    return getattr(cls, "_smp_users_class", cls)
+    return getattr(cls, marks.USERS_CLASS, cls)
+
+
+def of_original(cls: type[nn.Module]) -> dict[str, Any]:
+    """The member of a stand-in class with the class before the partition."""
+    return {marks.ORIGINAL_CLASS: getattr(cls, marks.ORIGINAL_CLASS, cls)}
 
 
 class WatchedAttribute:
@@ -130,7 +124,7 @@ def _rebuilt(module: nn.Module, memo: dict[int, Any] | None) -> nn.Module:
 
 
 def _check_copies(module: nn.Module) -> None:
-    refuse = getattr(type(module), REFUSES_COPIES, None)
+    refuse = getattr(type(module), marks.REFUSES_COPIES, None)
     if refuse is not None:
         refuse(module)
 
@@ -199,7 +193,7 @@ class _Twin:
         self.original = module
         self.module = object.__new__(cls)
         self.module.__dict__.update(
-            (name, value) for name, value in module.__dict__.items() if name not in _OURS
+            (name, value) for name, value in module.__dict__.items() if name not in marks.OF_JOB
         )
         for name in copyreg._slotnames(cls):  # type: ignore[attr-defined]
             if hasattr(module, name):
@@ -212,4 +206,4 @@ class _Twin:
             return self.original if given is self.module else given
         finally:
             if hasattr(self.module, "__del__"):  # the module lives on
-                object.__setattr__(self.module, "__class__", nn.Module)
+                marks.set_class_itself(self.module, nn.Module)

@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp.marks import BY_ROWS, PATH
 from smp.modules.stand_ins import users_class
 from smp.nn.distributed_linear import DistributedLinear
-from smp.slicing.slices import PATH
 from smp.tensor_parallel import group
 from smp.tensor_parallel.rows import autocast
-from smp.tensor_parallel.splits import in_place
 
 _REDUCTIONS = ("none", "mean", "sum")
 
@@ -58,7 +57,7 @@ class DistributedCrossEntropyLoss(nn.Module):
             )
         _check(reduction, label_smoothing)
         self.__dict__["head"] = head  # no child: its parameters have one name
-        head.__dict__[in_place.BY_ROWS] = True
+        head.__dict__[BY_ROWS] = True
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing

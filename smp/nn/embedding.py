@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp import ranks
-from smp.slicing.slices import PATH, Slices, in_words
+from smp.marks import PATH
+from smp.slicing.slices import Slices, in_words
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.rows import same_samples
 from smp.tensor_parallel.rows.linears import cut_weights

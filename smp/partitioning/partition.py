@@ -15,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from smp import _core
-from smp.modules.pins import PIN, TOGETHER, PartitionError
+from smp.marks import PIN, TOGETHER
+from smp.modules.pins import PartitionError
 from smp.partitioning.tracing import ModuleTrace, Trace
 from smp.slicing.split_parameters import is_plain
 

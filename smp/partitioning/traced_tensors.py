@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp import marks
 from smp.modules.remote_tensors import RemoteBuffer, RemoteTensor
 from smp.slicing import split_parameters
 
@@ -83,19 +84,18 @@ def as_in_one_process(roots: Sequence[nn.Module]) -> Iterator[None]:
     The run of a step function traced for other models may call them, too.
     """
     ours = [
-        (module, type(module), getattr(type(module), "_smp_original_class", None))
+        (module, type(module), getattr(type(module), marks.ORIGINAL_CLASS, None))
         for module in {id(m): m for root in roots for m in root.modules()}.values()
     ]
     ours = [each for each in ours if each[2] is not None]
-    # Past the __setattr__ of classes that forward it.
     for module, _, original in ours:
-        object.__setattr__(module, "__class__", original)
+        marks.set_class_itself(module, original)
     try:
         with on_zeros(roots):
             yield
     finally:
         for module, cls, _ in ours:
-            object.__setattr__(module, "__class__", cls)
+            marks.set_class_itself(module, cls)
 
 
 def _older(buffer: RemoteBuffer) -> Tensor:

@@ -14,13 +14,13 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -28,7 +28,7 @@ from smp.collectives.operation import watching
 from smp.modules import hook_containers
 from smp.partitioning import first_forward, traced_tensors
 from smp.partitioning.operators import Operators
-from smp.pytorch import compiled_code
+from smp.pytorch import compiled_code, patches
 from smp.pytorch.contents import can_change, content_of, is_the_same
 from smp.pytorch.restore import Restore, parts_of
 from smp.slicing.split_parameters import is_plain
@@ -521,13 +521,12 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             for root in self.roots:
                 self._take_arguments_of(root)
-            stack.callback(torch_module.register_module_forward_pre_hook(self._enter).remove)
-            handle = torch_module.register_module_forward_hook(self._leave, with_kwargs=True)
-            stack.callback(handle.remove)
-            register = torch_module.register_module_buffer_registration_hook
-            stack.callback(register(self._note_set_buffer).remove)
-            register = torch_module.register_module_module_registration_hook
-            stack.callback(register(self._note_put_module).remove)
+            stack.enter_context(patches.traced_calls.in_block(self._enter, self._leave))
+            stack.enter_context(
+                patches.traced_registrations.in_block(
+                    self._note_set_buffer, self._note_put_module
+                )
+            )
             stack.callback(self.progress.finish)
             stack.enter_context(compiled_code.run_as_written())
             stack.enter_context(_seeing_functions(self._note_given_away))
@@ -817,46 +816,42 @@ class Recorder:
         return tuple(path for path, m in within if self.number_of[id(m)] in numbers)
 
 
-@contextlib.contextmanager
-def _seeing_functions(see: Callable[[tuple], None]) -> Iterator[None]:
+def _seeing_functions(see: Callable[[tuple], None]) -> AbstractContextManager[None]:
     """Show the arguments of autograd functions other than PyTorch's own."""
-    function: Any = torch.autograd.Function
-    original = vars(function)["apply"]
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
-            see(args)
-        return original.__get__(None, cls)(*args, **kwargs)
+    def around(plain: Any) -> Any:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not cls.__module__.startswith("torch."):
+                see(args)
+            return plain.__get__(None, cls)(*args, **kwargs)
 
-    function.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        function.apply = original
+        return classmethod(apply)
+
+    return patches.traced_functions.in_block(around)
 
 
-@contextlib.contextmanager
-def _seeing_attributes(see: Callable[[nn.Module, str, bool], None]) -> Iterator[None]:
+def _seeing_attributes(
+    see: Callable[[nn.Module, str, bool], None],
+) -> AbstractContextManager[None]:
     """Show each read or set (True) of a module's attribute by code, but not of torch's own."""
-    modules: Any = nn.Module
-    original = modules.__setattr__
 
-    def __getattribute__(self: nn.Module, name: str) -> Any:
-        if name not in _NOT_SEEN:
-            see(self, name, False)
-        return super(nn.Module, self).__getattribute__(name)
+    def reading(plain: Any) -> Any:
+        def __getattribute__(self: nn.Module, name: str) -> Any:
+            if name not in _NOT_SEEN:
+                see(self, name, False)
+            return super(nn.Module, self).__getattribute__(name)
 
-    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        if name not in _NOT_SEEN:
-            see(self, name, True)
-        original(self, name, value)
+        return __getattribute__
 
-    modules.__getattribute__, modules.__setattr__ = __getattribute__, __setattr__
-    try:
-        yield
-    finally:
-        del modules.__getattribute__
-        modules.__setattr__ = original
+    def writing(plain: Any) -> Any:
+        def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+            if name not in _NOT_SEEN:
+                see(self, name, True)
+            plain(self, name, value)
+
+        return __setattr__
+
+    return patches.traced_attributes.in_block(reading, writing)
 
 
 _flag: Any = torch._C.TensorBase.requires_grad  # type: ignore[attr-defined]
@@ -867,11 +862,8 @@ def _requires_grad(tensor: Tensor) -> bool:
     return bool(_flag.__get__(tensor))
 
 
-@contextlib.contextmanager
-def _seeing_grad_flags(see: Callable[..., None]) -> Iterator[None]:
+def _seeing_grad_flags(see: Callable[..., None]) -> AbstractContextManager[None]:
     """Show each tensor with ``requires_grad`` read by code, and with the value, set."""
-    tensors: Any = Tensor
-    original = tensors.requires_grad_
 
     def read(self: Tensor) -> bool:
         see(self)
@@ -881,35 +873,30 @@ def _seeing_grad_flags(see: Callable[..., None]) -> Iterator[None]:
         see(self, value)
         _flag.__set__(self, value)
 
-    def requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
-        see(self, requires_grad)
-        return original(self, requires_grad)
+    def setting(plain: Any) -> Any:
+        def requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
+            see(self, requires_grad)
+            return plain(self, requires_grad)
 
-    tensors.requires_grad, tensors.requires_grad_ = property(read, write), requires_grad_
-    try:
-        yield
-    finally:
-        del tensors.requires_grad, tensors.requires_grad_
+        return requires_grad_
+
+    return patches.traced_grad_flags.in_block(lambda plain: property(read, write), setting)
 
 
-@contextlib.contextmanager
-def _seeing_hooks(see: Callable[[Tensor], None]) -> Iterator[None]:
+def _seeing_hooks(see: Callable[[Tensor], None]) -> AbstractContextManager[None]:
     """Show the tensors with a call of ``register_hook``.  PyTorch's own tools, such as FLOP
     counters, hook every module's tensors and are not shown, nor are ours.
     """
-    tensors: Any = Tensor
-    original = tensors.register_hook
 
-    def register_hook(self: Tensor, hook: Callable) -> Any:
-        if not str(getattr(hook, "__module__", "")).startswith(("torch.", "smp.")):
-            see(self)
-        return original(self, hook)
+    def around(plain: Any) -> Any:
+        def register_hook(self: Tensor, hook: Callable) -> Any:
+            if not str(getattr(hook, "__module__", "")).startswith(("torch.", "smp.")):
+                see(self)
+            return plain(self, hook)
 
-    tensors.register_hook = register_hook
-    try:
-        yield
-    finally:
-        tensors.register_hook = original
+        return register_hook
+
+    return patches.traced_tensor_hooks.in_block(around)
 
 
 def _calls(function: Callable) -> bool:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from smp import _core
+from smp.marks import TOLD
 from smp.modules import live_models
 from smp.modules.live_models import LiveModel
 from smp.runtime_state import Runtime
 
 IN_PARTITION = -1  # in place of a microbatch
 _CALL = nn.Module._call_impl.__name__  # in its frames ``self`` is a called module
-_TOLD = "_smp_told"  # in the __dict__ of an exception from another rank
 
 
 class StepAborted(BaseException):
@@ -164,13 +164,13 @@ class Parts(NamedTuple):
 
 def told_of(error: BaseException) -> tuple | None:
     """The description behind an error on the way to its caller's rank."""
-    return getattr(error, _TOLD, None)
+    return getattr(error, TOLD, None)
 
 
 def raised_there(description: tuple) -> BaseException:
     """The exception of a module of another rank, for its caller here."""
     error = rebuild(description, None)
-    error.__dict__[_TOLD] = description
+    error.__dict__[TOLD] = description
     return error
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from smp import _core
+from smp.marks import SET_ELSEWHERE, set_class
 from smp.modules import live_models, remote_modules, stand_ins, travelling_changes
 from smp.pytorch import call_warnings
 from smp.pytorch.contents import can_change
@@ -24,9 +25,6 @@ class ForwardState(NamedTuple):
 
     attributes: dict[str, tuple[str, ...]]  # names of plain attributes set by it
     buffers: dict[str, tuple[str, ...]]  # names of buffers changed by it
-
-
-_NAMES = "_smp_set_elsewhere"  # in such a class: the names of all of these attributes
 
 
 class _SetElsewhere(stand_ins.WatchedAttribute):
@@ -66,7 +64,7 @@ def remote_with(names: tuple[str, ...]) -> stand_ins.Members:
 
     def members(cls: type[nn.Module]) -> dict[str, Any]:
         watched = {name: _SetElsewhere() for name in names}
-        return {**remote_modules.remote(cls), _NAMES: names, **watched}
+        return {**remote_modules.remote(cls), SET_ELSEWHERE: names, **watched}
 
     return members
 
@@ -99,5 +97,6 @@ def watch(root: nn.Module, names: dict[str, tuple[str, ...]]) -> None:
     for path, module in root.named_modules():
         if path in names and remote_modules.is_remote(module):
             cls = remote_modules.original_class(module)
-            its = {*names[path], *getattr(type(module), _NAMES, ())}  # of another model's, too
-            module.__class__ = stand_ins.stand_in(cls, remote_with(tuple(sorted(its))))
+            of_other_models = getattr(type(module), SET_ELSEWHERE, ())
+            its = {*names[path], *of_other_models}
+            set_class(module, stand_ins.stand_in(cls, remote_with(tuple(sorted(its)))))

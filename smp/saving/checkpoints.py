@@ -30,15 +30,15 @@ from typing import TYPE_CHECKING, Any
 from smp.collectives import objects
 from smp.collectives.objects import PeerLost
 from smp.job.collective_calls import CallMismatch
+from smp.marks import IS_PARTIAL
 from smp.ranks import CommGroup
 from smp.saving import folder_lock, saved_files
 from smp.saving.saved_files import CheckpointError, staged_name
-from smp.saving.state_dicts import IS_PARTIAL
 from smp.state_mod import Job, state
 
 if TYPE_CHECKING:
     from smp.modules.live_models import LiveModel
-    from smp.saving.plain_optimizer import LiveOptimizer
+    from smp.saving.optimizer_state import LiveOptimizer
 
 _NEWEST = "newest"
 _SAVED = ".saved"

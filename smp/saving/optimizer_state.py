@@ -7,18 +7,30 @@ the plain model.  Where modules were replaced, a full one is translated to its n
 
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from smp.compat.plain_optimizer import plain_optimizer
+from smp.marks import IS_PARTIAL
 from smp.modules import live_models
 from smp.ranks import CommGroup
-from smp.saving.plain_optimizer import LiveOptimizer, plain_optimizer
 from smp.saving.replica import Replica
-from smp.saving.state_dicts import IS_PARTIAL
 from smp.slicing.slices import Slices, slices_of
 from smp.state_mod import state
 from smp.tensor_parallel import group
+
+
+class LiveOptimizer(Protocol):
+    """A `smp.DistributedOptimizer`, as rooms below it know it."""
+
+    @property
+    def optimizer(self) -> Any: ...
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]: ...
+    def local_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]: ...
+    def load_state_dict(self, *args: Any, **options: Any) -> Any: ...
 
 
 def _owners(optimizer: LiveOptimizer) -> list[int | None]:
@@ -84,7 +96,7 @@ def full_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
     out = dict(optimizer.optimizer.state_dict())
     if not _is_torchs(out):
         return out
-    plain = plain_optimizer(optimizer)
+    plain = plain_optimizer(optimizer.param_groups)
     out["state"] = _gathered(optimizer, out["state"])
     return out if plain is None else plain.to_plain(out)
 
@@ -216,7 +228,7 @@ def load(optimizer: LiveOptimizer, state_dict: Mapping[str, Any]) -> None:
     if not _is_torchs(given):
         wrapped.load_state_dict(given)
         return
-    plain = None if partial else plain_optimizer(optimizer)
+    plain = None if partial else plain_optimizer(optimizer.param_groups)
     if plain is not None:
         given = plain.to_ours(given)
     if _waits(optimizer):

@@ -12,14 +12,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from smp.marks import IS_PARTIAL
 from smp.modules import remote_tensors
 from smp.modules.live_models import LiveModel, parts_of, record_of
 from smp.ranks import CommGroup
 from smp.saving.replica import Replica, map_tensors
 from smp.slicing.slices import Slices, slices_of
 from smp.tensor_parallel import group
-
-IS_PARTIAL = "_smp_is_partial"
 
 
 def owners_of_entries(model: LiveModel, names: Mapping[str, Any]) -> dict[str, int]:

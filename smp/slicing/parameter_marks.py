@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from smp.slicing.slices import MARKS, SCALES
+from smp.marks import SCALES, set_class
+from smp.pytorch import patches
+from smp.slicing.slices import MARKS
 from smp.slicing.split_parameters import SplitParameter
 
 
@@ -47,12 +49,12 @@ def kept(module: nn.Module) -> Iterator[None]:
     ]
     for _, _, tensor, kind, _ in before:
         if kind is SplitParameter:
-            tensor.__class__ = nn.Parameter  # torch makes another like it, perhaps
+            set_class(tensor, nn.Parameter)  # torch makes another like it, perhaps
     yield
     for register, name, old, kind, ours in before:
         tensor = register[name]
         if kind is SplitParameter and type(tensor) is nn.Parameter:
-            tensor.__class__ = kind
+            set_class(tensor, kind)
         if _ours(tensor).keys() >= ours.keys():
             continue  # the same, with other data
         for mark, value in ours.items():
@@ -80,10 +82,18 @@ def _ours(tensor: Tensor) -> dict[str, Any]:
     return {name: attributes[name] for name in (*MARKS, SCALES) if name in attributes}
 
 
-@functools.cache
-def keep_from_now() -> None:
-    """Have all conversions keep the marks: a script converts the wrapped module, too."""
-    plain = nn.Module._apply
+def keep_from_now(root: nn.Module) -> None:
+    """Have all conversions keep the marks: a script converts the wrapped module, too.
+
+    Args:
+        root: of a split model.
+    """
+    for module in root.modules():
+        patches.conversions_of_split_modules.while_alive(module, _keeping)
+
+
+def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """``nn.Module._apply`` with the marks kept."""
 
     @functools.wraps(plain)
     def _apply(
@@ -92,4 +102,4 @@ def keep_from_now() -> None:
         with kept(self):
             return plain(self, fn, *args, **kwargs)
 
-    nn.Module._apply = _apply  # type: ignore[method-assign]
+    return _apply

@@ -11,7 +11,15 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-PATH = "_smp_tensor_parallel_path"  # in the __dict__ of a split module
+from smp.marks import (
+    OF_SPLIT_MODEL,
+    PARTIAL_GRADIENT,
+    PATH,
+    PATH_OF_PARAMETER,
+    SCALED_BATCH,
+    SCALES,
+    SLICES,
+)
 
 Range = tuple[int, int]  # first, one past the last
 
@@ -107,10 +115,6 @@ class Slices(NamedTuple):
         return torch.tensor(held, device=whole.device)
 
 
-_SLICES = "_smp_slices"
-_SCALED = "_smp_scaled_batch"
-
-
 def mark(parameter: Tensor, slices: Slices | None, scaled_batch: bool) -> None:
     """Note this rank's part of a parameter (or buffer), and the samples seen by it.
 
@@ -119,13 +123,13 @@ def mark(parameter: Tensor, slices: Slices | None, scaled_batch: bool) -> None:
         slices: None: all of it.
         scaled_batch: it sees the samples of the whole TP_GROUP.
     """
-    setattr(parameter, _SLICES, slices)
-    setattr(parameter, _SCALED, scaled_batch)
+    setattr(parameter, SLICES, slices)
+    setattr(parameter, SCALED_BATCH, scaled_batch)
 
 
 def slices_of(parameter: Tensor) -> Slices | None:
     """The cut of a parameter or buffer; None: every rank of the TP_GROUP has all of it."""
-    return getattr(parameter, _SLICES, None)
+    return getattr(parameter, SLICES, None)
 
 
 def whole_shape(parameter: Tensor) -> list[int]:
@@ -145,7 +149,7 @@ def in_words(parameter: Tensor) -> str:
 
 def is_scaled_batch(parameter: Tensor) -> bool:
     """Whether a parameter sees the samples of the whole TP_GROUP."""
-    return getattr(parameter, _SCALED, False)
+    return getattr(parameter, SCALED_BATCH, False)
 
 
 def is_scaled_by_module(parameter: Tensor) -> bool:
@@ -153,14 +157,8 @@ def is_scaled_by_module(parameter: Tensor) -> bool:
     return getattr(parameter, SCALES, 1.0) is None
 
 
-_OF_SPLIT_MODEL = "_smp_of_split_model"
-PARTIAL_GRADIENT = "_smp_partial_gradient"  # see smp.tensor_parallel.backward.gradients
-PATH_OF_PARAMETER = "_smp_path"  # of one cut in place
-
-SCALES = "_smp_scales"  # its gradients' factor; None: its module's
-
 # Notes with parameters and buffers.
-MARKS = (_SLICES, _SCALED, _OF_SPLIT_MODEL, PARTIAL_GRADIENT, PATH_OF_PARAMETER)
+MARKS = (SLICES, SCALED_BATCH, OF_SPLIT_MODEL, PARTIAL_GRADIENT, PATH_OF_PARAMETER)
 
 
 def mark_model(model: nn.Module) -> None:
@@ -168,7 +166,7 @@ def mark_model(model: nn.Module) -> None:
     parameters = list(model.parameters())
     if any(slices_of(parameter) is not None for parameter in parameters):
         for parameter in parameters:
-            setattr(parameter, _OF_SPLIT_MODEL, True)
+            setattr(parameter, OF_SPLIT_MODEL, True)
     for module in model.modules():
         if _slices_in(module) and _refuse_slices not in module._state_dict_pre_hooks.values():
             module.register_state_dict_pre_hook(_refuse_slices)
@@ -198,11 +196,11 @@ def _refuse_slices(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def is_of_split_model(parameter: Tensor) -> bool:
     """Whether a parameter is one of a split model, on all ranks alike."""
-    return getattr(parameter, _OF_SPLIT_MODEL, False)
+    return getattr(parameter, OF_SPLIT_MODEL, False)
 
 
 def refuse_copies(module: nn.Module) -> NoReturn:
-    """The ``stand_ins.REFUSES_COPIES`` of a split module.
+    """The ``marks.REFUSES_COPIES`` of a split module.
 
     Raises:
         TypeError: a copy would not know its values as this rank's slices.

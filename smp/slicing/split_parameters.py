@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._pytree import tree_map_only
 
+from smp.marks import PART, PATH_OF_PARAMETER, set_class
+from smp.pytorch import patches
 from smp.pytorch.compiled_code import not_traced
-from smp.slicing.slices import PATH_OF_PARAMETER, slices_of, whole_shape
+from smp.slicing.slices import slices_of, whole_shape
 
 INIT = "torch.nn.init"
-HELD = "_smp_held"  # in a module's __dict__: the Slices of its parameters, by name
 _NOT_SCRIPTS = ("smp.", "torch.optim.", "torch._dynamo.")
 
 
@@ -141,8 +141,6 @@ class SplitTensor(Tensor):
 class GatheredView(Tensor):
     """A view of a gathered whole.  A write there would be lost."""
 
-    _smp_part: SplitTensor
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -152,9 +150,9 @@ class GatheredView(Tensor):
         name = getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunctionSubclass():
             if writes(name):
-                refuse(viewed[0]._smp_part, name, together=True)
+                refuse(getattr(viewed[0], PART), name, together=True)
             result = func(*args, **(kwargs or {}))
-            return _read_only(result, viewed[0], viewed[0]._smp_part)
+            return _read_only(result, viewed[0], getattr(viewed[0], PART))
 
 
 class SplitParameter(SplitTensor, nn.Parameter):
@@ -162,9 +160,6 @@ class SplitParameter(SplitTensor, nn.Parameter):
 
 
 # Optimizers compute over lists of exactly these classes at once.
-_foreach_supported_types.append(SplitParameter)
-
-
 def guard(module: nn.Module, path: str) -> None:
     """Have all cut parameters in a module be such; they stay the same objects.
 
@@ -172,16 +167,17 @@ def guard(module: nn.Module, path: str) -> None:
         module: split in place.
         path: of it.
     """
+    patches.foreach_types.while_alive(module, SplitParameter)
     for name, parameter in module.named_parameters():
         if slices_of(parameter) is not None and type(parameter) is nn.Parameter:
-            parameter.__class__ = SplitParameter
+            set_class(parameter, SplitParameter)
             setattr(parameter, PATH_OF_PARAMETER, f"{path}.{name}" if path else name)
 
 
 def become_like(twin: nn.Parameter, parameter: Tensor) -> None:
     """Cut a parameter's stand-in like the parameter."""
     if isinstance(parameter, SplitParameter):
-        twin.__class__ = SplitParameter
+        set_class(twin, SplitParameter)
         twin.__dict__.update(parameter.__dict__)
 
 
@@ -222,7 +218,7 @@ def _read_only(result: Any, of: Tensor, part: SplitTensor) -> Any:
         if value.layout is not torch.strided or value.untyped_storage().data_ptr() != memory:
             return value
         view = value.as_subclass(GatheredView)
-        view._smp_part = part
+        setattr(view, PART, part)
         return view
 
     return tree_map_only(Tensor, seen, result)

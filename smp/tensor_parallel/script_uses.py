@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from smp import _core
+from smp.marks import GATHERS, HELD, PATH, PATH_OF_PARAMETER
 from smp.runtime import chain
 from smp.slicing import split_parameters
 from smp.slicing.slices import (
-    PATH,
-    PATH_OF_PARAMETER,
     Slices,
     is_scaled_by_module,
     mark,
@@ -60,12 +59,9 @@ _DRAW = {
 _DRAW_ALIKE = {"rand_like", "randint_like", "randn_like"}
 
 
-_GATHERS = "_smp_gathers"  # of a parameter: how often
-
-
 def gathers_of(model: nn.Module) -> dict[str, int]:
     """By path of a split weight, the number of its gathers for the script's own code."""
-    counts = ((p, getattr(p, _GATHERS, 0)) for p in model.parameters())
+    counts = ((p, getattr(p, GATHERS, 0)) for p in model.parameters())
     return {getattr(p, PATH_OF_PARAMETER): count for p, count in counts if count}
 
 
@@ -96,7 +92,7 @@ def called_with_slices(
             f"shape {list(whole.shape)} in the place of its '{name}', on different "
             f"samples: leave it whole, smp.set_tensor_parallelism('{path}', False)"
         )
-    slices = module.__dict__[split_parameters.HELD]
+    slices = module.__dict__[HELD]
     try:
         for name, whole in given.items():
             cut = slices[name]
@@ -112,7 +108,7 @@ def _wholes_in(module: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     if group.size() == 1:
         return found
-    for name, slices in module.__dict__.get(split_parameters.HELD, {}).items():
+    for name, slices in module.__dict__.get(HELD, {}).items():
         value = module._parameters.get(name)
         if value is None or isinstance(value, SplitTensor):
             continue
@@ -211,7 +207,7 @@ def _whole(part: SplitTensor) -> Tensor:
         _refuse_in_function(part)
         path = getattr(part, PATH_OF_PARAMETER)
         if isinstance(part, nn.Parameter) and not part.is_meta:
-            setattr(part, _GATHERS, getattr(part, _GATHERS, 0) + 1)
+            setattr(part, GATHERS, getattr(part, GATHERS, 0) + 1)
         before = group.call_of(path)
         lengths = [slices.local_size(rank) for rank in range(group.size())]
         try:

@@ -865,27 +865,6 @@ py_fetch_output(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     return value;
 }
 
-int
-smp_chain_fetch_alive(PyObject *list)
-{
-    for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *tensor = PyWeakref_GetObject(PyList_GET_ITEM(list, i));
-        PyObject *done;
-
-        if (tensor == Py_None) {
-            continue;
-        }
-        Py_INCREF(tensor);
-        done = PyObject_CallMethodNoArgs(tensor, smp_names.fetched);
-        Py_DECREF(tensor);
-        Py_XDECREF(done);
-        if (done == NULL) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 static PyMethodDef functions[] = {
     {"fetch_output", __extension__(PyCFunction)(void (*)(void)) py_fetch_output,
      METH_FASTCALL, "fetch_output(call, number, tensor, link) -> tensor"},

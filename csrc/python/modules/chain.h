@@ -95,11 +95,6 @@ int smp_chain_called(smp_task *task, const smp_call_site *site, const smp_pack *
 int smp_chain_returned(smp_task *task, const smp_call_site *site, const smp_pack *pack,
                        const smp_unpack *outputs);
 
-/* Fetches the values of placeholders still alive: of a call before its graph goes, of a
- * task at its end.  list: of weak references; NULL: none.  0, or -1 with an
- * exception. */
-int smp_chain_fetch_alive(PyObject *list);
-
 /* The task is over, or goes on to its backward. */
 void smp_chain_leave(smp_task *task);
 

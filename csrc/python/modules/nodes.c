@@ -2,8 +2,8 @@
 #include "python/modules/nodes.h"
 
 #include "comm/messaging/comm.h"
-#include "python/modules/chain.h"
 #include "python/modules/gradients.h"
+#include "python/modules/placeholders.h"
 #include "python/modules/reach.h"
 #include "python/modules/session.h"
 #include "python/modules/task.h"
@@ -210,7 +210,7 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     Py_DECREF(self); /* ctx keeps it */
-    if (check_backward(self) < 0 || smp_chain_fetch_alive(self->placeholders) < 0 ||
+    if (check_backward(self) < 0 || smp_placeholders_fetch(self->placeholders) < 0 ||
         (state = PyObject_CallNoArgs(session->capture_backward)) == NULL) {
         return NULL;
     }

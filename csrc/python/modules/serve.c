@@ -7,6 +7,7 @@
 #include "python/modules/context.h"
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
+#include "python/modules/placeholders.h"
 #include "python/modules/reach.h"
 #include "python/modules/run_entry.h"
 #include "python/modules/serve_chain.h"
@@ -190,7 +191,7 @@ serve_forward(smp_message *request, smp_task *task)
         smp_warn_of_hooks(&unpack, &pack, entry) < 0 ||
         pack_changes(&pack, &unpack, entry) < 0 ||
         smp_session_warn_if_laden(pack.laden, entry) < 0 ||
-        smp_chain_fetch_alive(task->placeholders) < 0) {
+        smp_placeholders_fetch(task->placeholders) < 0) {
         goto done;
     }
     if (context != NULL) {

@@ -8,6 +8,7 @@
 #include "python/modules/chain.h"
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
+#include "python/modules/placeholders.h"
 #include "python/modules/run_entry.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
@@ -357,7 +358,7 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
         }
     }
     envelope->about = context->count = task->count;
-    if (PyErr_Occurred() == NULL && smp_chain_fetch_alive(task->placeholders) == 0 &&
+    if (PyErr_Occurred() == NULL && smp_placeholders_fetch(task->placeholders) == 0 &&
         keep(&chain, context, envelope->call) == 0) {
         envelope->seed = context->unreached;
         sent = smp_pack_send(&chain.calls[chain.n - 1].pack, envelope) == 0;

@@ -9,6 +9,7 @@
 #include "python/modules/context.h"
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
+#include "python/modules/placeholders.h"
 #include "python/modules/serve.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
@@ -166,7 +167,7 @@ op_run_root(void *ctx, int32_t microbatch)
         done = PyObject_CallFunction(session->run_root, "i", (int)microbatch);
     }
     smp_chain_leave(&task);
-    if (done != NULL && (smp_chain_fetch_alive(task.placeholders) < 0 ||
+    if (done != NULL && (smp_placeholders_fetch(task.placeholders) < 0 ||
                          smp_gradients_done(microbatch) < 0)) {
         Py_CLEAR(done);
     }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smp.marks import set_class
 from smp.modules.stand_ins import stand_in
 from smp.tensor_parallel import group
 from smp.tensor_parallel.rows.regions import takes_cache
@@ -35,7 +36,7 @@ def wait_for_peers(model: nn.Module) -> None:
         return  # they end together
     for module in model.modules():
         if hasattr(type(module), "_has_unfinished_sequences"):
-            module.__class__ = stand_in(type(module), _together)
+            set_class(module, stand_in(type(module), _together))
 
 
 def _together(cls: Any) -> dict[str, Any]:

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from smp.nn.huggingface import forms
-from smp.nn.huggingface.forms import Arguments, Form, additive, language_model, refuse
-from smp.nn.huggingface.translation import QKV, StateDict, Translation, part
+from smp.compat import forms
+from smp.compat.forms import Arguments, Form, additive, language_model, refuse
+from smp.compat.translation import QKV, StateDict, Translation, part
 from smp.nn.transformer.layer import DistributedTransformerLayer
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead
 from smp.tensor_parallel.rows.caches import CACHES
 from smp.tensor_parallel.rows.linears import cut_outputs
 from smp.tensor_parallel.splits import plans
-from smp.tensor_parallel.splits.counterparts import BothWays
-from smp.tensor_parallel.splits.replacement import Hook, Known
+from smp.tensor_parallel.splits.replacement import BothWays, Hook, Known
 
 
 def split_attention(attention: Any, path: str) -> None:

@@ -3,9 +3,9 @@
 from functools import partial
 from typing import Any
 
-from smp.nn.huggingface import forms
-from smp.nn.huggingface.forms import Form
-from smp.nn.huggingface.translation import Translation, functions_of, part
+from smp.compat import forms
+from smp.compat.forms import Form
+from smp.compat.translation import Translation, functions_of, part
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead
 from smp.tensor_parallel.splits import plans
 

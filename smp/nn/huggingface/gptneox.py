@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from smp.nn.huggingface import forms
-from smp.nn.huggingface.forms import Arguments, Form, heads_of_the_model, language_model
-from smp.nn.huggingface.translation import QKV, StateDict, Translation, part
+from smp.compat import forms
+from smp.compat.forms import Arguments, Form, heads_of_the_model, language_model
+from smp.compat.translation import QKV, StateDict, Translation, part
 from smp.nn.transformer.lm_head import DistributedTransformerLMHead
 from smp.tensor_parallel.splits import plans
 

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from smp.nn.huggingface.translation import as_it_is
+from smp.compat.translation import as_it_is
 from smp.tensor_parallel import group
 from smp.tensor_parallel.rows.linears import choose_outputs, cut_inputs, cut_outputs
 from smp.tensor_parallel.rows.regions import Region, make_region

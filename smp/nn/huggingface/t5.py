@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from smp.nn.huggingface.translation import as_it_is
+from smp.compat.translation import as_it_is
 from smp.slicing.slices import Slices
 from smp.tensor_parallel import group
 from smp.tensor_parallel.rows.linears import cut_inputs, cut_outputs, keep_slice

@@ -10,11 +10,8 @@ from smp.nn.layer_norm import FusedLayerNorm
 from smp.nn.transformer.layer import DistributedTransformer
 from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.seeds import dropout_of_stream
+from smp.tensor_parallel.rows.kernels import HIDES
 from smp.tensor_parallel.splits.distributed_module import DistributedModule
-
-# Added to scores: as good as minus infinity, and yet small: the scores of a position that sees
-# hidden ones only are not lost beside it.
-HIDES = -1e4
 
 
 @takes(

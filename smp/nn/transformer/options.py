@@ -4,27 +4,16 @@ Names and defaults are the original's.  Sources: the SageMaker paper, appendix I
 Python SDK documentation, ``smp.nn``.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from smp import ranks
 from smp.tensor_parallel import group
-
-_gelu_by_tanh = functools.partial(F.gelu, approximate="tanh")
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": _gelu_by_tanh,
-    "gelu_fast": _gelu_by_tanh,
-    "gelu_pytorch_tanh": _gelu_by_tanh,
-    "relu": F.relu,
-}
+from smp.tensor_parallel.rows.activations import ACTIVATIONS
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smp.nn.transformer.options import ACTIVATIONS, Options, takes
+from smp.nn.transformer.options import Options, takes
 from smp.nn.transformer.split_parts import (
     PartOfSum,
     cut_first,
@@ -15,6 +15,7 @@ from smp.nn.transformer.split_parts import (
 from smp.nn.transformer.stream_access import given_stream, meet
 from smp.nn.transformer.token_stream import TokenStream
 from smp.tensor_parallel.backward import gradients
+from smp.tensor_parallel.rows.activations import ACTIVATIONS
 from smp.tensor_parallel.splits.distributed_module import DistributedModule
 
 

@@ -17,8 +17,9 @@ from collections import Counter
 
 from torch import nn
 
+from smp.marks import PARTIAL_GRADIENT
 from smp.slicing import parameter_marks
-from smp.slicing.slices import PARTIAL_GRADIENT, is_scaled_batch, slices_of
+from smp.slicing.slices import is_scaled_batch, slices_of
 from smp.tensor_parallel import group
 
 

@@ -9,8 +9,8 @@ phase, 22; from the call and the collective in it, 10.
 import hashlib
 
 from smp import _core
+from smp.marks import PATH
 from smp.modules import live_models
-from smp.slicing.slices import PATH
 
 _OF_CALL = 10  # bits
 _OF_MODULE = 32 - _OF_CALL

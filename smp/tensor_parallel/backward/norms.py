@@ -5,13 +5,13 @@ common parameters would drift apart.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp.modules import live_models
 from smp.optimizers import clip_by_the_models_norm, norm_over_the_model
+from smp.pytorch import patches
 from smp.slicing.slices import is_of_split_model
 from smp.state_mod import state
 
@@ -19,15 +19,17 @@ from smp.state_mod import state
 def take_the_models_norm_from_now() -> Callable[[], None]:
     """Have torch take the whole model's norm where the model is split or in a pipeline.
 
-    All ranks of the MP_GROUP must call it then, a stage without parameters, too.  Torch's
-    functions stay the same objects: scripts may have imported them by name.
+    All ranks of the MP_GROUP must call it then, a stage without parameters, too.
     ``clip_grads_with_norm_`` needs no change: it scales by the given norm.
 
     Returns:
         undoes it.
     """
-    plain_clip, give_clip = _inside(nn.utils.clip_grad_norm_)
-    plain_norm, give_norm = _inside(nn.utils.get_total_norm)
+    return live_models.change_from_now(patches.norms, _clipping, _norm)
+
+
+def _clipping(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function inside ``clip_grad_norm_``."""
 
     def clip_grad_norm_(
         parameters: Tensor | Iterable[Tensor],
@@ -42,10 +44,16 @@ def take_the_models_norm_from_now() -> Callable[[], None]:
         if some and not any(id(p) in of_models for p in some) or not of_models:
             if all(p.grad is None for p in some):
                 return torch.tensor(0.0)  # torch asks for the norm of no gradients
-            return plain_clip(some, max_norm, norm_type, error_if_nonfinite, foreach)
+            return plain(some, max_norm, norm_type, error_if_nonfinite, foreach)
         norm = clip_by_the_models_norm(some, max_norm, norm_type)
         _check(norm, norm_type, error_if_nonfinite)
         return norm
+
+    return clip_grad_norm_
+
+
+def _norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function inside ``get_total_norm``."""
 
     def get_total_norm(
         tensors: Tensor | Iterable[Tensor],
@@ -58,7 +66,7 @@ def take_the_models_norm_from_now() -> Callable[[], None]:
         by_gradient = {id(p.grad): p for p in of_models.values() if p.grad is not None}
         found = [by_gradient[id(tensor)] for tensor in some if id(tensor) in by_gradient]
         if some and not found or not of_models:
-            return plain_norm(some, norm_type, error_if_nonfinite, foreach)
+            return plain(some, norm_type, error_if_nonfinite, foreach)
         if len(found) < len(some):
             raise ValueError(
                 f"smp: get_total_norm got {len(found)} gradients of a model that several ranks "
@@ -69,25 +77,7 @@ def take_the_models_norm_from_now() -> Callable[[], None]:
         _check(norm, norm_type, error_if_nonfinite)
         return norm
 
-    give_clip(clip_grad_norm_)
-    give_norm(get_total_norm)
-
-    def undo() -> None:
-        give_clip(plain_clip)
-        give_norm(plain_norm)
-
-    return undo
-
-
-def _inside(users: Any) -> tuple[Callable[..., Tensor], Callable[[Callable], None]]:
-    """The function inside one of torch's calls without grad, and a setter for another."""
-    plain = users.__wrapped__
-    (called,) = (cell for cell in users.__closure__ if cell.cell_contents is plain)
-
-    def give(function: Callable) -> None:
-        called.cell_contents = function
-
-    return plain, give
+    return get_total_norm
 
 
 def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:

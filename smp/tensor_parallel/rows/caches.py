@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.marks import FILLED_BY, HAS_PADDING
+
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")  # as versions name them
 
 _STATES_OF_OTHERS = ("encoder_hidden_states", "key_value_states")  # of a cross attention
-_HAS_PADDING = "_smp_has_padding"  # in a cache's __dict__
-_FILLED_BY = "_smp_filled_by"  # likewise: paths of attentions
 
 
 def refuse_padding(arguments: dict[str, Any], path: str, uneven: bool) -> None:
@@ -31,8 +31,8 @@ def refuse_padding(arguments: dict[str, Any], path: str, uneven: bool) -> None:
     if cache is None or not hasattr(cache, "__dict__"):
         return
     if uneven:
-        cache.__dict__[_HAS_PADDING] = True
-    elif cache.__dict__.get(_HAS_PADDING, False):
+        cache.__dict__[HAS_PADDING] = True
+    elif cache.__dict__.get(HAS_PADDING, False):
         raise NotImplementedError(
             f"smp: '{path}' got sequences of different lengths on the ranks of a TP_GROUP, "
             "together with a cache: pad the prompts, on their left, to one length on all of "
@@ -74,7 +74,7 @@ def refuse_gradients_of_others(arguments: dict[str, Any], module: nn.Module, pat
     if cache is None or not hasattr(cache, "__dict__"):
         return
     keys = _keys(arguments, module)
-    filled = cache.__dict__.setdefault(_FILLED_BY, set())
+    filled = cache.__dict__.setdefault(FILLED_BY, set())
     if keys is None or not keys.numel():
         filled.add(path)
     elif keys.requires_grad and torch.is_grad_enabled() and path not in filled:

@@ -24,6 +24,10 @@ _DTYPES = (torch.float32, *_HALF)
 _MASK_DIMS = 8  # SMP_TP_MASK_DIMS: those of the scores but the last
 _PLAIN = (Tensor, torch.nn.Parameter, SplitParameter)
 
+# Added to scores: as good as minus infinity, and yet small: the scores of a position that sees
+# hidden ones only are not lost beside it.
+HIDES = -1e4
+
 
 @dataclass(frozen=True)
 class Dropout:

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp.marks import CHOSEN_OUTPUTS, HELD, PATH, REFUSES_COPIES, set_class
 from smp.modules import delayed_init
-from smp.modules.stand_ins import REFUSES_COPIES, stand_in
+from smp.modules.stand_ins import stand_in
 from smp.pytorch.compiled_code import not_traced
 from smp.slicing import split_parameters
-from smp.slicing.slices import PATH, Slices, mark, refuse_copies, slices_of
+from smp.slicing.slices import Slices, mark, refuse_copies, slices_of
 from smp.tensor_parallel import group, primitives, script_uses
 from smp.tensor_parallel.rows.regions import draw_alike, give_back, rows_to_give_back
 from smp.tensor_parallel.splits import adapters
@@ -24,9 +25,6 @@ from smp.tensor_parallel.splits import adapters
 
 class TooShort(ValueError):
     """A tp_rank would hold nothing of a parameter."""
-
-
-_CHOSEN = "_smp_chosen_outputs"  # likewise: the size of a unit, and the units chosen
 
 
 def is_transposed(linear: nn.Module) -> bool:
@@ -59,9 +57,9 @@ def keep_slice(module: nn.Module, name: str, slices: Slices | None) -> None:
         own = functools.partial(group.own_slice, slices)
         with torch.no_grad():
             parameter.data = delayed_init.applied(own, parameter.data)
-        module.__dict__.setdefault(split_parameters.HELD, {})[name] = slices
+        module.__dict__.setdefault(HELD, {})[name] = slices
         if not hasattr(module, REFUSES_COPIES):
-            module.__class__ = stand_in(type(module), _holds_slices)
+            set_class(module, stand_in(type(module), _holds_slices))
     mark(parameter, slices, scaled_batch=True)
 
 
@@ -139,7 +137,7 @@ def cut_inputs(linear: Any, path: str, unit: int = 1) -> int:
 
 def _lead_out(linear: nn.Module, path: str) -> None:
     linear.__dict__[PATH] = path
-    linear.__class__ = stand_in(type(linear), _leads_out)
+    set_class(linear, stand_in(type(linear), _leads_out))
 
 
 def choose_outputs(linear: Any, unit: int, chosen: list[int]) -> None:
@@ -159,8 +157,8 @@ def choose_outputs(linear: Any, unit: int, chosen: list[int]) -> None:
             choose_outputs(one, unit, chosen)
         _compute_for_cut_outputs(parts.downs)
         return
-    linear.__dict__[_CHOSEN] = unit, chosen
-    linear.__class__ = stand_in(type(linear), _computes_some)
+    linear.__dict__[CHOSEN_OUTPUTS] = unit, chosen
+    set_class(linear, stand_in(type(linear), _computes_some))
 
 
 def _compute_for_cut_outputs(linears: list[Any]) -> None:
@@ -174,7 +172,7 @@ _not_traced = not_traced("a linear that smp splits over the TP_GROUP")
 
 def _computes_some(cls: type[nn.Module]) -> dict[str, Any]:
     def some(self: Any, whole: Tensor) -> Tensor:
-        unit, chosen = self.__dict__[_CHOSEN]
+        unit, chosen = self.__dict__[CHOSEN_OUTPUTS]
         if group.same_samples():
             # Gradients are averaged there, but each rank has a part of the sum.
             whole = primitives.bwd_allreduce_for_tp(whole)

@@ -21,16 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from smp.modules.stand_ins import REFUSES_COPIES, stand_in, users_class
+from smp.marks import PATH, REFUSES_COPIES, REGION, set_class
+from smp.modules.stand_ins import stand_in, users_class
 from smp.pytorch.accelerator import RandomState
 from smp.pytorch.compiled_code import not_traced
-from smp.slicing.slices import PATH, refuse_copies
+from smp.slicing.slices import refuse_copies
 from smp.tensor_parallel import group, primitives, script_uses
 from smp.tensor_parallel.rows import assumed_sizes, caches, random_streams, same_samples
 from smp.tensor_parallel.rows.assumed_sizes import Everyones
 from smp.tensor_parallel.splits import inside_regions
-
-REGION = "_smp_region"  # in a module's __dict__: its Region
 
 
 class Region(NamedTuple):
@@ -186,12 +185,12 @@ def make_region(
     kinds = {p.kind: p.name for p in signature.parameters.values()}
     extra = kinds.get(inspect.Parameter.VAR_KEYWORD)
     module.__dict__[REGION] = region, path, within, signature, extra
-    module.__class__ = stand_in(type(module), _members)
+    set_class(module, stand_in(type(module), _members))
 
 
 def make_holder(module: nn.Module) -> None:
     """Have the rows of a region in the module be forgotten at the end of its call."""
-    module.__class__ = stand_in(type(module), _holds_region)
+    set_class(module, stand_in(type(module), _holds_region))
 
 
 def _holds_region(cls: type[nn.Module]) -> dict[str, Any]:

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from smp import ranks
-from smp.slicing.slices import PATH
+from smp.marks import COMPARED_CALLS, PATH
 from smp.tensor_parallel import group
 from smp.tensor_parallel.backward.step_end import device_of_numbers
 
 # Calls of each module, and steps in a pipeline; then the ranks' samples are taken to be the
 # same.
-_COMPARED_CALLS = 2
+_CALLS_TO_COMPARE = 2
 COMPARED_STEPS = 2
-_CALLS = "_smp_compared_calls"
 _WAVES = (0.7548776662, 1.2207440846, 1.8191725134, 2.4142135624)  # radians an element
 
 # Relative to the norm.  Ranks may round differently; a sample of a batch of 64 moves a sum by
@@ -35,17 +34,17 @@ def check(module: nn.Module, x: object) -> None:
     Raises:
         ValueError: on every tp_rank; the inputs differ.
     """
-    calls = module.__dict__.get(_CALLS, 0)
+    calls = module.__dict__.get(COMPARED_CALLS, 0)
     if (
         group.size() == 1
         or not group.same_samples()
-        or calls >= _COMPARED_CALLS
+        or calls >= _CALLS_TO_COMPARE
         or ranks.pp_size() > 1  # where the inputs of steps are compared
         or not isinstance(x, Tensor)
         or group.is_traced()
     ):
         return
-    module.__dict__[_CALLS] = calls + 1
+    module.__dict__[COMPARED_CALLS] = calls + 1
     everyones = group.gather_numbers(_numbers_of(x), x.device)
     rank = _other_rank(everyones)
     if rank is not None:

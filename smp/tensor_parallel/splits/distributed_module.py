@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from smp.marks import PATH, set_class
 from smp.modules.stand_ins import stand_in
 from smp.pytorch.compiled_code import not_traced
-from smp.slicing.slices import PATH, refuse_copies, slices_of
+from smp.slicing.slices import refuse_copies, slices_of
 from smp.tensor_parallel import group, script_uses
 
 _not_traced = not_traced("a module that smp splits over the TP_GROUP")
@@ -55,7 +56,7 @@ def take_class(module: nn.Module, distributed: type[DistributedModule]) -> None:
     """
     cls = type(module)
     is_own = cls not in distributed.__bases__
-    module.__class__ = stand_in(cls, _no_members, distributed) if is_own else distributed
+    set_class(module, stand_in(cls, _no_members, distributed) if is_own else distributed)
 
 
 def _no_members(cls: type[nn.Module]) -> dict[str, Any]:

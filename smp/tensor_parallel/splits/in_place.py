@@ -20,16 +20,15 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from smp.collectives import objects
+from smp.marks import BY_ROWS, PATH, REGION, TENSOR_PARALLELISM
 from smp.modules import delayed_init
 from smp.modules.pins import keep_together
 from smp.modules.stand_ins import users_class
 from smp.pytorch import compiled_code
 from smp.ranks import CommGroup
 from smp.slicing import split_parameters
-from smp.slicing.slices import PATH
 from smp.tensor_parallel import group
 from smp.tensor_parallel.rows.linears import TooShort
-from smp.tensor_parallel.rows.regions import REGION
 from smp.tensor_parallel.splits import (
     adapters,
     changed,
@@ -41,7 +40,6 @@ from smp.tensor_parallel.splits import (
 from smp.tensor_parallel.splits.distributed_module import DistributedModule
 
 FAMILIES = "smp.nn.huggingface"
-BY_ROWS = "_smp_cut_by_rows"  # in a leaf's __dict__: its weight is to be cut by rows
 
 Plan = Callable[[nn.Module, str], None]  # cuts the module at a path
 
@@ -214,7 +212,7 @@ class _Splitting:
                     if child is module:
                         holder._modules[name] = new
             self.replaced[module] = new
-            new.__dict__[marking.MARK] = module.__dict__.get(marking.MARK)
+            new.__dict__[TENSOR_PARALLELISM] = module.__dict__.get(TENSOR_PARALLELISM)
             new = ""
         self._left_whole(module, path, new)
 
@@ -387,7 +385,7 @@ def _watch(module: nn.Module, path: str) -> None:
 
 
 def _wanted_form(module: nn.Module) -> Any:
-    """The ``smp.nn.huggingface.forms.Form`` for a module's place, if there is one.
+    """The ``smp.compat.forms.Form`` for a module's place, if there is one.
 
     Only a class of transformers itself has one: a subclass may act otherwise.
     """

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-_INSIDE = "_smp_inside_region"  # in a region's __dict__: the planned path, and `Place`s by path
+from smp.marks import INSIDE_REGION
+
 _KINDS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
@@ -54,7 +55,7 @@ def watch(region: nn.Module, outer: str, inside: Mapping[str, Place]) -> None:
         outer: path of the planned module; at its ends channels are whole.
         inside: places of the modules in it, by path.
     """
-    region.__dict__[_INSIDE] = outer, inside
+    region.__dict__[INSIDE_REGION] = outer, inside
 
 
 def refuse(region: nn.Module) -> None:
@@ -64,7 +65,7 @@ def refuse(region: nn.Module) -> None:
         RuntimeError: a module inside has a hook or a ``forward`` of its own now, or another one
             is in its place; the text names the module.
     """
-    outer, inside = region.__dict__.get(_INSIDE, ("", {}))
+    outer, inside = region.__dict__.get(INSIDE_REGION, ("", {}))
     for path, place in inside.items():
         found = kind_of(place.module)
         change = f"has a {found}" if found else ""

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from smp import ranks
+from smp.marks import PATH
 from smp.modules import delayed_init
 from smp.modules.stand_ins import users_class
-from smp.slicing.slices import PATH, slices_of
+from smp.slicing.slices import slices_of
 from smp.tensor_parallel import group
 from smp.tensor_parallel.backward import step_end
 

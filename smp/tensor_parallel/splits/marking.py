@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from smp.marks import TENSOR_PARALLELISM
 from smp.modules import creation, live_models
-
-MARK = "_smp_tensor_parallelism"  # in a module's __dict__: copied and pickled with it
 
 _OUTSIDE: dict[str, Any] = {}  # by identity: outside of all contexts
 
@@ -64,7 +63,7 @@ def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **config: An
         )
     _refuse_wrapped(module)
     for one in module.modules():
-        one.__dict__[MARK] = dict(config) if enabled else None
+        one.__dict__[TENSOR_PARALLELISM] = dict(config) if enabled else None
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
@@ -80,7 +79,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 def configuration(module: nn.Module) -> dict[str, Any] | None:
     """The configuration of a module's mark; None: it is not marked."""
-    return module.__dict__.get(MARK)
+    return module.__dict__.get(TENSOR_PARALLELISM)
 
 
 def is_marked(model: nn.Module) -> bool:
@@ -91,4 +90,4 @@ def is_marked(model: nn.Module) -> bool:
 def _mark_created(module: nn.Module) -> None:
     config = _innermost.get()
     if config is not _OUTSIDE:
-        module.__dict__[MARK] = config
+        module.__dict__[TENSOR_PARALLELISM] = config

@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from smp.marks import REPLACED
 from smp.modules import live_models
-
-_REPLACED = "_smp_replaced"  # in a parameter's __dict__: its name in the model before
 
 
 def note(original: nn.Module, distributed: nn.Module, path: str) -> None:
@@ -19,7 +18,7 @@ def note(original: nn.Module, distributed: nn.Module, path: str) -> None:
     there = set(map(id, distributed.parameters()))
     for name, parameter in original.named_parameters():
         if id(parameter) not in there:
-            setattr(parameter, _REPLACED, f"{path}.{name}" if path else name)
+            setattr(parameter, REPLACED, f"{path}.{name}" if path else name)
 
 
 def refuse(groups: Iterable[dict[str, Any]]) -> None:
@@ -31,14 +30,14 @@ def refuse(groups: Iterable[dict[str, Any]]) -> None:
     Raises:
         ValueError: the text names the first one.
     """
-    gone = [p for members in groups for p in members["params"] if hasattr(p, _REPLACED)]
+    gone = [p for members in groups for p in members["params"] if hasattr(p, REPLACED)]
     if not gone:
         return
     living = {id(p) for model in live_models.living() for p in model.module.parameters()}
     gone = [parameter for parameter in gone if id(parameter) not in living]
     if gone:
         raise ValueError(
-            f"smp: the optimizer holds '{getattr(gone[0], _REPLACED)}' and {len(gone) - 1} "
+            f"smp: the optimizer holds '{getattr(gone[0], REPLACED)}' and {len(gone) - 1} "
             "other parameters of modules whose place distributed modules have taken, and would "
             "train nothing: make it from model.parameters() after smp.DistributedModel"
         )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from smp.marks import MADE_WITH, OWN_HOOKS, RECORDS, REPLACES, set_class
 from smp.modules import delayed_init
 from smp.modules.conversion import give_data
 from smp.modules.pins import hand_on_pin
@@ -22,13 +23,21 @@ from smp.slicing.slices import slices_of, whole_shape
 from smp.state_mod import state
 from smp.tensor_parallel import group
 from smp.tensor_parallel.splits import marking, replaced_parameters
-from smp.tensor_parallel.splits.counterparts import REPLACES, BothWays, Translate
-
-_MADE_WITH = "_smp_made_with"  # in a module's __dict__: (args, kwargs) of its __init__
-_OWN_HOOKS = "_smp_own_hooks"  # likewise: the hooks registered by its __init__
 
 Hook = Callable[..., Any]
+Translate = Callable[..., dict[str, Any]]  # from one state dict to another
 TranslateFunctions = tuple[Translate, Translate]  # from ours to the plain module's, and back
+
+
+class BothWays(NamedTuple):
+    """Between the state dicts of a module and of its replacement.
+
+    Both functions take dicts with some of the names; of tensors that belong together they take
+    all or none.
+    """
+
+    to_ours: Translate
+    to_plain: Translate
 
 
 class Registration(NamedTuple):
@@ -191,19 +200,19 @@ def _in_words(parameters: Iterable[inspect.Parameter]) -> str:
 
 def _record_arguments(cls: type[nn.Module]) -> None:
     init = cls.__init__
-    if getattr(init, "_smp_records", None) is cls:
+    if getattr(init, RECORDS, None) is cls:
         return
 
     @functools.wraps(init)
     def recording(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         if type(self) is cls:
-            object.__setattr__(self, _MADE_WITH, (args, kwargs))
+            object.__setattr__(self, MADE_WITH, (args, kwargs))
         init(self, *args, **kwargs)
         if type(self) is cls:
-            object.__setattr__(self, _MADE_WITH, (args, kwargs))
-            object.__setattr__(self, _OWN_HOOKS, set(_hooks_in(self)))
+            object.__setattr__(self, MADE_WITH, (args, kwargs))
+            object.__setattr__(self, OWN_HOOKS, set(_hooks_in(self)))
 
-    recording._smp_records = cls  # type: ignore[attr-defined]
+    setattr(recording, RECORDS, cls)
     cls.__init__ = recording  # type: ignore[method-assign]
 
 
@@ -231,7 +240,7 @@ def replace(
         as `take_over`.
     """
     entry = _registered[users_class(type(module))]
-    made_with = module.__dict__.get(_MADE_WITH)
+    made_with = module.__dict__.get(MADE_WITH)
     if made_with is None and known is not None:
         made_with = known.made_with(module)
     if made_with is None:
@@ -258,7 +267,7 @@ def replace(
         may_be_new=entry.translation is not None,
     )
     if entry.forward_hook is not None or entry.return_hook is not None:
-        distributed.__class__ = _adapted(type(distributed), type(module), entry)
+        set_class(distributed, _adapted(type(distributed), type(module), entry))
     return distributed
 
 
@@ -472,7 +481,7 @@ def _keep_hooks(original: nn.Module, distributed: nn.Module, path: str) -> None:
 
     Those of the class's own ``__init__`` are the original's, no longer called.
     """
-    own = original.__dict__.get(_OWN_HOOKS, ())
+    own = original.__dict__.get(OWN_HOOKS, ())
     for inside, kind, number in list(_hooks_in(original)):
         if (inside, kind, number) in own:
             if not inside:

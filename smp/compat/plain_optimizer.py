@@ -5,28 +5,17 @@ this one's, in the plain model's order.
 """
 
 import itertools
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from smp.compat.counterparts import Counterpart, Shapes
 from smp.modules import live_models
-from smp.tensor_parallel.splits.counterparts import Counterpart, Shapes, Translate
+from smp.tensor_parallel.splits.replacement import Translate
 
 State = dict[str, Any]  # of one parameter
-
-
-class LiveOptimizer(Protocol):
-    """A `smp.DistributedOptimizer`, as rooms below it know it."""
-
-    @property
-    def optimizer(self) -> Any: ...
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]: ...
-    def local_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]: ...
-    def load_state_dict(self, *args: Any, **options: Any) -> Any: ...
 
 
 class _Member(NamedTuple):
@@ -105,13 +94,16 @@ def _renumbered(groups: list[dict[str, Any]], sizes: list[int]) -> list[dict[str
     ]
 
 
-def plain_optimizer(optimizer: LiveOptimizer) -> PlainOptimizer | None:
+def plain_optimizer(param_groups: Iterable[Mapping[str, Any]]) -> PlainOptimizer | None:
     """The plain model's, for an optimizer of a model with replaced modules; else None.
+
+    Args:
+        param_groups: of the optimizer.
 
     Raises:
         NotImplementedError: the plain model's optimizer cannot have the state.
     """
-    groups = [group["params"] for group in optimizer.param_groups]
+    groups = [group["params"] for group in param_groups]
     numbers = itertools.count()
     at = {id(p): (g, next(numbers)) for g, some in enumerate(groups) for p in some}
     members: list[tuple[Counterpart | None, dict[str, int]]] = []

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smp.marks import set_class
 from smp.modules.stand_ins import users_class
-from smp.nn.transformer.lm_head import HIDES
-from smp.nn.transformer.options import ACTIVATIONS
 from smp.state_mod import state
+from smp.tensor_parallel.rows.activations import ACTIVATIONS
 from smp.tensor_parallel.rows.caches import CACHES
+from smp.tensor_parallel.rows.kernels import HIDES
 from smp.tensor_parallel.splits import marking, replacement
-from smp.tensor_parallel.splits.counterparts import BothWays, Translate
+from smp.tensor_parallel.splits.replacement import BothWays, Translate
 
 Arguments = dict[str, Any]  # of a forward, by name
 
@@ -110,7 +111,7 @@ class Form:
             return call(module, functools.partial(base.forward, module), arguments)
 
         members = {"forward": forward, "__module__": base.__module__}
-        made.__class__ = type(base.__name__, (base,), members)
+        set_class(made, type(base.__name__, (base,), members))
         if hasattr(original, "config"):
             made.config = original.config  # scripts ask the wrapped model for it
         return made

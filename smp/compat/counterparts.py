@@ -4,29 +4,17 @@ A distributed module may have a parameter under another name, transposed, or in 
 State of an optimizer is saved in the plain model's form, and so needs the correspondence.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from smp.marks import REPLACES
 from smp.slicing.slices import whole_shape
+from smp.tensor_parallel.splits.replacement import BothWays, Translate
 
-REPLACES = "_smp_replaces"  # in the __dict__ of a module: the `BothWays` of the replaced one
-
-Translate = Callable[..., dict[str, Any]]  # from one state dict to another
 Shapes = Mapping[str, list[int]]  # of parameters, by name
-
-
-class BothWays(NamedTuple):
-    """Between the state dicts of a module and of its replacement.
-
-    Both functions take dicts with some of the names; of tensors that belong together they take
-    all or none.
-    """
-
-    to_ours: Translate
-    to_plain: Translate
 
 
 class Counterpart(NamedTuple):

@@ -1,0 +1,25 @@
+/* Placeholders alive where their values would go. */
+#include "python/modules/placeholders.h"
+
+#include "python/values/torch_api.h"
+
+int
+smp_placeholders_fetch(PyObject *list)
+{
+    for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *tensor = PyWeakref_GetObject(PyList_GET_ITEM(list, i));
+        PyObject *done;
+
+        if (tensor == Py_None) {
+            continue;
+        }
+        Py_INCREF(tensor);
+        done = PyObject_CallMethodNoArgs(tensor, smp_names.fetched);
+        Py_DECREF(tensor);
+        Py_XDECREF(done);
+        if (done == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,16 @@
+/* Outputs of a chain (chain.h) without a use so far: smp/modules/placeholders.py.
+ *
+ * Threads  The GIL is held, by the holder of the baton.
+ */
+#ifndef SMP_PYTHON_MODULES_PLACEHOLDERS_H
+#define SMP_PYTHON_MODULES_PLACEHOLDERS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+/* Fetches the values of placeholders still alive: of a call before its graph goes, of a
+ * task at its end.  list: of weak references; NULL: none.  0, or -1 with an
+ * exception. */
+int smp_placeholders_fetch(PyObject *list);
+
+#endif
