@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from smp.collectives.objects import refuse_if_forked
+from smp.precision import masters
 from smp.state_mod import state
 from smp.tensor_parallel.backward.norms import shared_parameters
 
@@ -106,7 +107,8 @@ def agree_from_now() -> Callable[[], None]:
             return found
         shared = shared_parameters()
         given = (p for group in optimizer.param_groups for p in group["params"])
-        return _agreed(found, found_inf) if any(id(p) in shared for p in given) else found
+        ids = (id(masters.model_parameter(p)) for p in given)
+        return _agreed(found, found_inf) if any(one in shared for one in ids) else found
 
     torchs._check_scale_growth_tracker = _check_scale_growth_tracker
     torchs._unscale_grads_ = _unscale_grads_

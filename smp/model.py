@@ -34,6 +34,8 @@ from smp.modules import (
 from smp.modules.gates import Turns
 from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import Partition, make_partition
+from smp.precision import conversion as half_precision
+from smp.precision import loss_scale
 from smp.pytorch.compiled_code import not_traced
 from smp.runtime import chain, forward_attributes, microbatches, runtime, sync_batch_norm
 from smp.saving import state_dicts
@@ -143,6 +145,8 @@ class DistributedModel(live_models.LiveModel):
         self._smp_stateful: list[nn.Module] = []
         self._smp_deferred_loads: list[tuple] = []
         rt = self._smp_runtime
+        self._smp_half = half_precision.dtype_of_models(rt.cfg)
+        half_precision.convert(module, rt.cfg)
         if rt.home is None and rt.cfg.device == "auto":
             rt.home = device_placement.home_of(module, rt.boot.local_rank)
         if rt.pp_size == 1:
@@ -154,6 +158,8 @@ class DistributedModel(live_models.LiveModel):
         self._smp_counterparts: Counterparts | None = None
         if group.size() > 1 or marking.is_marked(module):
             self._smp_split_over_the_tp_group()
+        if rt.pp_size == 1:
+            half_precision.accumulate_in_float32(self, rt.cfg)
         self._smp_has_sync_norm = sync_batch_norm.is_in(module)
         self._smp_data_parallel: DataParallel | None = None
         if ranks.dp_size() > 1:
@@ -254,6 +260,13 @@ class DistributedModel(live_models.LiveModel):
 
     @not_traced("a model that smp distributes", and_all_below=False)
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
+        half = self._smp_half
+        if half is None:
+            return self._smp_run(*args, **kwargs)
+        return half_precision.call(self, half, self._smp_run, args, kwargs)
+
+    @not_traced("a model that smp distributes", and_all_below=False)
+    def _smp_run(self, *args: Any, **kwargs: Any) -> Any:
         rt = self._smp_runtime
         if group.size() == 1 or rt.tracing:
             return self._smp_module(*args, **kwargs)
@@ -279,29 +292,32 @@ class DistributedModel(live_models.LiveModel):
         if rt.tracing:
             rt.traced_backwards += 1
             return
+        if not rt.in_step:
+            loss_scale.begin_backward()
         rt.saw_backward = True
         rt.backward_calls += 1
         tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        scale = loss_scale.of_backward() if self._smp_half is torch.float16 else 1.0
+        seeds = rt.seeds(tensors, grad_tensors, self._smp_average_grads, scale)
         if rt.pp_size == 1:
             rt.in_backward = True
             with nullcontext() if group.size() == 1 else chain.in_this_thread():
-                torch.autograd.backward(
-                    tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
-                )
+                torch.autograd.backward(tensors, seeds)
             rt.in_backward = False
             return
         _core.begin_backward()
         try:
-            torch.autograd.backward(
-                tensors, rt.seeds(tensors, grad_tensors, self._smp_average_grads)
-            )
+            torch.autograd.backward(tensors, seeds)
         finally:
             _core.end_backward()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if self._smp_decision is None:
-            return super()._apply(fn, recurse)
         rt = self._smp_runtime
+        if self._smp_decision is None:
+            super()._apply(fn, recurse)
+            if rt.pp_size == 1:
+                half_precision.accumulate_in_float32(self, rt.cfg)
+            return self
         conversion.convert(self._smp_module, fn, set(self.local_modules()))
         install_gradients(rt, [m for m in rt.live_models() if m.partitioned])
         return self
@@ -616,7 +632,9 @@ class DistributedModel(live_models.LiveModel):
         Returns:
             the norm before, a float64 scalar, the same on every rank.
         """
-        return clip_by_the_models_norm(self.local_parameters(), max_norm, norm_type)
+        local = list(self.local_parameters())
+        loss_scale.unscale(local)
+        return clip_by_the_models_norm(local, max_norm, norm_type)
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that run on this rank, with their paths."""
@@ -666,7 +684,12 @@ class DistributedModel(live_models.LiveModel):
 
         They are the module's own, as long as `DistributedOptimizer.redefined_params` is False.
         """
-        return self.named_parameters()
+        masters = getattr(state.optimizer, "masters", None)
+        by_id = (
+            {id(m.half_parameter): m for m in masters.every()} if masters is not None else {}
+        )
+        for name, parameter in self.named_parameters():
+            yield name, by_id.get(id(parameter), parameter)
 
     # -------------------------------------------------------------- tensor parallelism
 
@@ -769,6 +792,8 @@ def _sum_of_layouts(total: Tensor, term: Tensor) -> Tensor:
 
 def install_gradients(rt: runtime.Runtime, models: list[live_models.LiveModel]) -> None:
     """Tell the core of the local parameters with gradients from each entry."""
+    for model in models:
+        half_precision.accumulate_in_float32(model, rt.cfg)
     # Models may share some.
     everyone = {id(p): p for m in models for p in m.local_parameters()}
     local = [p for p in everyone.values() if p.requires_grad]

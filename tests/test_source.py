@@ -117,7 +117,7 @@ MAY_INCLUDE: dict[str, set[str]] = {
 ROOMS = (
     "_version", "torch_versions", "not_built", "pytorch", "job", "state_mod", "ranks",
     "collectives", "slicing", "optimizers", "modules", "partitioning", "runtime",
-    "tensor_parallel", "checkpointing", "data_parallel", "saving", "amp",
+    "precision", "tensor_parallel", "checkpointing", "data_parallel", "saving", "amp",
     "distributed_optimizer", "model", "execution", "nn", "start", "timeline", "compat",
 )  # fmt: skip
 ABOVE_ALL = {"__init__", "__main__", "self_test"}

@@ -28,6 +28,7 @@ from smp.modules import (
     travelling_changes,
 )
 from smp.modules.live_models import LiveModel
+from smp.precision import loss_scale
 from smp.pytorch import accelerator, call_warnings, context_variables
 from smp.pytorch.restore import write_back
 from smp.runtime import failures, microbatches, runtime, thread_state
@@ -110,6 +111,8 @@ def _begin(rt: Runtime, function: Callable) -> None:
             f"smp: the step function {microbatches.short_name_of(function)} was called inside "
             "another"
         )
+    if torch.is_grad_enabled():
+        loss_scale.begin_backward()
     rt.in_step = True
     rt.saw_backward = rt.in_backward = False
 

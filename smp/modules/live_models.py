@@ -26,6 +26,7 @@ class LiveModel(nn.Module):
     _smp_changing: dict[str, tuple[str, ...]]
     _smp_stateful: list[nn.Module]
     _smp_deferred_loads: list[tuple]
+    _smp_half: Any
     _smp_trace_times: bool
     _smp_trace_memory: bool
     _smp_trace_device: Any

@@ -262,18 +262,23 @@ class Runtime:
             f"messages {pool['pool_in_use'] >> 20} of {pool['pool_size'] >> 20} MiB in use"
         )
 
-    def seeds(self, tensors: tuple[Tensor, ...], given: Any, average: bool) -> list:
+    def seeds(
+        self, tensors: tuple[Tensor, ...], given: Any, average: bool, scale: float = 1.0
+    ) -> list:
         """The first gradients of a backward; None is a scalar's 1.
 
         With averaging, microbatch i starts with its share n_i/N of the samples: the gradients
         are those of the whole batch's mean.
+
+        Args:
+            scale: of the loss.
         """
         if given is None or isinstance(given, Tensor):
             given = [given] * len(tensors)
         here = _core.current()
-        share = 1.0
+        share = scale
         if average and len(self.weights) > 1:
-            share = self.weights[self.microbatch if here is None else here] / sum(self.weights)
+            share *= self.weights[self.microbatch if here is None else here] / sum(self.weights)
         seeds = []
         for tensor, seed in zip(tensors, given, strict=True):
             if seed is None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from smp.precision.loss_scale import ScaledGradients
+from smp.precision.masters import Masters, model_parameter
 from smp.runtime import runtime
 from smp.tensor_parallel.splits.counterparts import Counterpart, Shapes, Translate
 
@@ -22,6 +24,10 @@ class LiveOptimizer(Protocol):
 
     @property
     def optimizer(self) -> Any: ...
+    @property
+    def masters(self) -> Masters: ...
+    @property
+    def scaled(self) -> ScaledGradients | None: ...
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]: ...
@@ -111,7 +117,7 @@ def plain_optimizer(optimizer: LiveOptimizer) -> PlainOptimizer | None:
     Raises:
         NotImplementedError: the plain model's optimizer cannot have the state.
     """
-    groups = [group["params"] for group in optimizer.param_groups]
+    groups = [[model_parameter(p) for p in group["params"]] for group in optimizer.param_groups]
     numbers = itertools.count()
     at = {id(p): (g, next(numbers)) for g, some in enumerate(groups) for p in some}
     members: list[tuple[Counterpart | None, dict[str, int]]] = []
