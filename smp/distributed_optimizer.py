@@ -262,7 +262,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             NotImplementedError: as when it was made.
+            ValueError: a parameter has a group already.
         """
+        given = param_group["params"]
+        if not isinstance(given, torch.Tensor):
+            param_group["params"] = given = list(given)  # perhaps a generator
+        self.masters.refuse_second([given] if isinstance(given, torch.Tensor) else given)
         self.optimizer.add_param_group(param_group)
         try:
             _refuse_norms_of_slices(self.optimizer, self.optimizer.param_groups[-1:])

@@ -401,7 +401,7 @@ def test_a_bool_is_a_bool(name, value):
 
 
 def test_there_are_bools():
-    assert len(BOOLS) == 13
+    assert len(BOOLS) == 14
 
 
 def test_json_writes_large_ints_as_floats():

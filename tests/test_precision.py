@@ -312,6 +312,8 @@ def test_parameters_frozen_thawed_and_added_between_steps_train():
         optimizer.zero_grad()
         train_step(model, *batch(step))
         optimizer.step()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": late})
     values.append({n: p.detach().clone() for n, p in module.named_parameters()})
     moved = [
         {n for n in values[0] if not torch.equal(a[n], b[n])}
@@ -464,6 +466,20 @@ def test_a_model_of_delayed_values_and_of_a_half_dtype_trains_like_any():
         train(model, optimizer, 0, 2)
         assert {p.grad.dtype for p in model.local_parameters()} == {torch.float32}
         assert optimizer.redefined_params
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("wide", [False, True])
+def test_parameters_of_float16_alone_leave_all_else_to_the_script(wide):
+    smp.init({"fp16_params": True, "_fp32_grad_accumulation": wide})
+    model, optimizer = wrapped("fp16")
+    tokens, x, labels = batch(0)
+    scores = model(tokens, x.half())["scores"]
+    assert scores.dtype == torch.float16
+    model.backward(F.cross_entropy(scores, labels))
+    gradients = {p.grad.dtype for p in model.parameters()}
+    assert gradients == {torch.float32 if wide else torch.float16}
+    assert optimizer.loss_scale == 1 and not optimizer.redefined_params
 
 
 class Wide(nn.Module):

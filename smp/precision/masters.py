@@ -96,6 +96,16 @@ class Masters:
                     state = self._optimizer.state
                     state[master] = state.pop(parameter)
 
+    def refuse_second(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse half parameters with a master already, as torch refuses any second time.
+
+        Raises:
+            ValueError: there is one.
+        """
+        own = {id(master.half_parameter) for master in self.every()}
+        if any(id(parameter) in own for parameter in parameters):
+            raise ValueError("some parameters appear in more than one parameter group")
+
     @among_slices
     @torch.no_grad()
     def follow(self) -> None:
