@@ -2,6 +2,7 @@
 
     mpirun -np 2 python examples/train_gpt.py
     mpirun -np 2 python examples/train_gpt.py --tensor-parallel 2
+    mpirun -np 2 python examples/train_gpt.py --bf16
 
 The model is plain PyTorch.  Its modules are spread over however many ranks there are: 1
 (also without mpirun), 2 or 4; with --tensor-parallel each of them is split instead, and
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--write", type=int, default=120, metavar="BYTES", help="at its end")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="T")
+    parser.add_argument("--bf16", action="store_true", help="train in half precision")
     options = parser.parse_args()
 
     torch.set_num_threads(1)  # for each rank; the model is small
@@ -186,6 +188,7 @@ def main() -> None:
             "pipeline_parallel_degree": -1,  # over the ranks that are left
             "tensor_parallel_degree": options.tensor_parallel,
             "microbatches": 4,
+            "bf16": options.bf16,
         }
     )
     ranks = smp.size()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from smp.collectives.objects import refuse_if_forked
 from smp.modules import live_models
+from smp.precision import masters
 from smp.pytorch import patches
 from smp.state_mod import state
 from smp.tensor_parallel.backward.norms import shared_parameters
@@ -114,7 +115,8 @@ def _agreeing(plain: Callable[..., Any]) -> Callable[..., Any]:
             return found
         shared = shared_parameters()
         given = (p for group in optimizer.param_groups for p in group["params"])
-        return _agreed(found, found_inf) if any(id(p) in shared for p in given) else found
+        ids = (id(masters.model_parameter(p)) for p in given)
+        return _agreed(found, found_inf) if any(one in shared for one in ids) else found
 
     return _unscale_grads_
 

@@ -7,6 +7,8 @@ import torch
 from smp import ranks
 from smp.modules import live_models
 from smp.optimizers import clip_by_the_models_norm
+from smp.precision.loss_scale import LossScale, ScaledGradients
+from smp.precision.masters import Masters, keeps_its_own, model_parameter
 from smp.saving import optimizer_state
 from smp.slicing.slices import slices_of, whole_shape
 from smp.state_mod import state
@@ -14,7 +16,7 @@ from smp.tensor_parallel import group
 from smp.tensor_parallel.backward import optimizer_trial
 from smp.tensor_parallel.splits import replaced_parameters
 
-_OWN = {"optimizer", "step", "zero_grad", "overflow", "redefined_params"}
+_OWN = {"optimizer", "step", "zero_grad", "overflow", "masters", "scaled"}
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
@@ -96,7 +98,7 @@ def _cut_state(optimizer: torch.optim.Optimizer) -> None:
 def _name_of(parameter: torch.Tensor) -> str:
     for model in live_models.of_job("smp.DistributedOptimizer"):
         for name, one in model.named_parameters():
-            if one is parameter:
+            if one is model_parameter(parameter):
                 return f"'{name}'"
     return "a parameter"
 
@@ -110,20 +112,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: any ``torch.optim.Optimizer``, made before or after the model was wrapped;
             after, if distributed modules replace some of the model's.
-        static_loss_scale, dynamic_loss_scale, dynamic_loss_args: of no effect: half precision
-            by the library is not built.
+        static_loss_scale: the factor of the loss with ``fp16``; None: 1.
+        dynamic_loss_scale: with ``fp16`` the factor follows the overflows instead.
+        dynamic_loss_args: ``init_scale`` (2**32), ``scale_factor`` (2), ``scale_window``
+            (1000), ``min_scale`` (1), ``delayed_shift`` (1) and ``consecutive_hysteresis``
+            (False) of a dynamic one.
 
     Attributes:
         optimizer: the wrapped one.
-        overflow: whether the last step was skipped (half precision only).
-        redefined_params: whether its parameters are others than the module's: no.
+        overflow: whether the last step was skipped (``fp16`` only).
+        masters: the float32 weights of half parameters, in their places in the wrapped
+            optimizer's groups.
 
     Raises:
+        ValueError: a scale that is not above 0, or an unknown name in ``dynamic_loss_args``.
         NotImplementedError: LBFGS in a pipeline; or an optimizer with norms of whole
             parameters, or with another update of slices, where this rank has slices.
     """
 
     optimizer: Any
+    masters: Masters
+    scaled: ScaledGradients | None  # with a loss scale of ours
 
     def __init__(
         self,
@@ -140,7 +149,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Not super().__init__(): the groups and the state are the wrapped optimizer's.
         self.__dict__["optimizer"] = optimizer
         self.__dict__["overflow"] = False
-        self.__dict__["redefined_params"] = False
+        self.__dict__["masters"] = Masters(optimizer)
+        scale = LossScale(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        scaled = None
+        if state.is_initialized and state.cfg.fp16 and not keeps_its_own(optimizer):
+            scaled = ScaledGradients(scale, optimizer)
+        self.__dict__["scaled"] = scaled
         state.optimizer = self
 
     def __getattr__(self, name: str) -> Any:
@@ -160,16 +174,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update the local parameters.
 
+        With ``fp16`` collective over all ranks: an overflow on one of them skips the update
+        on all.
+
         Args:
             closure: given to the wrapped optimizer, if there is one.
 
         Returns:
             the wrapped optimizer's result.
+
+        Raises:
+            NotImplementedError: a closure, or several DistributedOptimizers, with ``fp16``.
+            RuntimeError: with a loss scale, gradients of ``loss.backward()``.
         """
+        masters, scaled = self.masters, self.scaled
+        masters.make()
+        if scaled is not None:
+            if closure is not None:
+                raise NotImplementedError(
+                    "smp: optimizer.step(closure) with fp16: an overflow is known after all "
+                    "backwards alone; call backward before step(), or use bf16"
+                )
+            self.__dict__["overflow"] = overflow = scaled.overflows()
+            scaled.scale.update(overflow)
+            scaled.used()
+            if overflow:
+                return None
+        masters.follow()
         if closure is not None:
-            return self.optimizer.step(closure)
-        with torch._C.DisableTorchFunctionSubclass():  # slices are as fast as plain tensors
-            return self.optimizer.step()
+            result = self.optimizer.step(masters.closure(closure))
+        else:
+            with torch._C.DisableTorchFunctionSubclass():  # slices are as fast as plain tensors
+                result = self.optimizer.step()
+        masters.give()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters.
@@ -178,17 +216,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
             set_to_none: have no gradients, rather than zeros.
         """
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self.scaled is not None:
+            self.scaled.forget()
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss: the wrapped optimizer's, or 1."""
+        """The factor of the loss: with ``fp16`` ours, else the wrapped optimizer's, or 1."""
+        if self.scaled is not None:
+            return self.scaled.scale.value
         return getattr(self.optimizer, "loss_scale", 1.0)
+
+    @property
+    def redefined_params(self) -> bool:
+        """Whether its parameters are others than the module's: master weights.
+
+        ``model.virtual_named_parameters()`` has both's names.
+        """
+        return bool(self.masters.by_number())
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Any:
         """Clip the gradients of the update, by the norm over the whole model.
 
-        Those of the master weights where the wrapped optimizer has them; else the local
-        parameters', collective over the MP_GROUP.
+        An optimizer with master weights of its own clips these.  Else the call is collective
+        over the MP_GROUP, with ``fp16`` over all ranks.
 
         Args:
             max_norm: of all gradients of the model together.
@@ -199,6 +249,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if hasattr(self.optimizer, "clip_master_grads"):
             return self.optimizer.clip_master_grads(max_norm, norm_type)
+        if self.scaled is not None:
+            self.scaled.overflows()
         parameters = [p for group in self.param_groups for p in group["params"]]
         return clip_by_the_models_norm(parameters, max_norm, norm_type)
 
@@ -210,7 +262,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             NotImplementedError: as when it was made.
+            ValueError: a parameter has a group already.
         """
+        given = param_group["params"]
+        if not isinstance(given, torch.Tensor):
+            param_group["params"] = given = list(given)  # perhaps a generator
+        self.masters.refuse_second([given] if isinstance(given, torch.Tensor) else given)
         self.optimizer.add_param_group(param_group)
         try:
             _refuse_norms_of_slices(self.optimizer, self.optimizer.param_groups[-1:])

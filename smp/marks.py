@@ -49,6 +49,10 @@ SCALES = "_smp_scales"  # its gradients' factor; None: its module's
 GATHERS = "_smp_gathers"  # how often the script has gathered it
 REPLACED = "_smp_replaced"  # its name in the model before a distributed module took the place
 
+# In the __dict__ of a half parameter: optimizers update its float32 master weight.  Deep copies
+# lack it.  End: the tensor's.
+HAS_MASTER = "_smp_has_master"
+
 # An attribute of a parameter or buffer of another rank: path and pp_rank.  A parameter refuses
 # copies and pickles; those of a buffer are plain tensors.  End: the tensor's.
 HOME = "_smp_home"

@@ -9,6 +9,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -27,8 +28,17 @@ from smp.modules import (
 from smp.modules.live_models import ModelRecord, TraceOptions
 from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import make_partition
+from smp.precision import conversion as half_precision
+from smp.precision import loss_scale
 from smp.pytorch.compiled_code import not_traced
-from smp.runtime import backward, chain, core_tables, microbatches, sync_batch_norm
+from smp.runtime import (
+    backward,
+    chain,
+    core_tables,
+    half_calls,
+    microbatches,
+    sync_batch_norm,
+)
 from smp.saving import state_dicts
 from smp.slicing import parameter_marks
 from smp.slicing.slices import (
@@ -121,6 +131,8 @@ class DistributedModel(live_models.LiveModel):
         self._smp_average_grads = average_grads_across_microbatches
         state.model = self
         live_models.add(self)
+        record.half = half_precision.dtype_of_models(rt.cfg)
+        half_precision.convert(module, rt.cfg)
         if rt.home is None and rt.cfg.device == "auto":
             rt.home = device_placement.home_of(module, rt.boot.local_rank)
         if rt.pp_size == 1:
@@ -131,6 +143,8 @@ class DistributedModel(live_models.LiveModel):
         self._smp_split: list[in_place.Outcome] = []
         if group.size() > 1 or marking.is_marked(module):
             self._smp_split_over_the_tp_group()
+        if rt.pp_size == 1:
+            half_precision.accumulate_in_float32(self, rt.cfg)
         record.has_sync_norm = sync_batch_norm.is_in(module)
         if ranks.dp_size() > 1:
             record.replicas = DataParallel(
@@ -225,6 +239,13 @@ class DistributedModel(live_models.LiveModel):
 
     @not_traced("a model that smp distributes", and_all_below=False)
     def _smp_call(self, *args: Any, **kwargs: Any) -> Any:
+        half = self._smp_record.half
+        if half is None:
+            return self._smp_run(*args, **kwargs)
+        return half_calls.call(self, half, self._smp_run, args, kwargs)
+
+    @not_traced("a model that smp distributes", and_all_below=False)
+    def _smp_run(self, *args: Any, **kwargs: Any) -> Any:
         rt = self._smp_record.rt
         if group.size() == 1 or rt.step.is_traced:
             return self._smp_module(*args, **kwargs)
@@ -246,11 +267,17 @@ class DistributedModel(live_models.LiveModel):
         Raises:
             RuntimeError: outside a step, with pipeline parallelism.
         """
-        backward.run(self._smp_record.rt, tensors, grad_tensors, self._smp_average_grads)
+        record = self._smp_record
+        is_scaled = record.half is torch.float16
+        backward.run(record.rt, tensors, grad_tensors, self._smp_average_grads, is_scaled)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if not self.partitioned:
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)
+            rt = self._smp_record.rt
+            if rt.pp_size == 1:
+                half_precision.accumulate_in_float32(self, rt.cfg)
+            return self
         conversion.convert(self._smp_module, fn, set(self.local_modules()))
         core_tables.install_gradients(self._smp_record.rt, live_models.partitioned())
         return self
@@ -458,7 +485,9 @@ class DistributedModel(live_models.LiveModel):
         Returns:
             the norm before, a float64 scalar, the same on every rank.
         """
-        return clip_by_the_models_norm(self.local_parameters(), max_norm, norm_type)
+        local = list(self.local_parameters())
+        loss_scale.unscale(local)
+        return clip_by_the_models_norm(local, max_norm, norm_type)
 
     def local_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules that run on this rank, with their paths."""
@@ -509,7 +538,12 @@ class DistributedModel(live_models.LiveModel):
 
         They are the module's own, as long as `DistributedOptimizer.redefined_params` is False.
         """
-        return self.named_parameters()
+        masters = getattr(state.optimizer, "masters", None)
+        by_id = (
+            {id(m.half_parameter): m for m in masters.every()} if masters is not None else {}
+        )
+        for name, parameter in self.named_parameters():
+            yield name, by_id.get(id(parameter), parameter)
 
     # -------------------------------------------------------------- tensor parallelism
 

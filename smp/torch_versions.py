@@ -78,9 +78,11 @@ EVENTS_CROSS_THREADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 
 # By owner: names subject to change in any version of PyTorch.
 PRIVATE: dict[str, tuple[str, ...]] = {
     "torch": (
+        "_amp_foreach_non_finite_check_and_unscale_",
         "_foreach_add",
         "_foreach_add_",
         "_foreach_addcmul_",
+        "_foreach_copy_",
         "_foreach_div",
         "_foreach_div_",
         "_foreach_mul",

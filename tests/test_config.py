@@ -397,7 +397,7 @@ def test_a_bool_is_a_bool(name, value):
 
 
 def test_there_are_bools_and_placements():
-    assert len(BOOLS) == 13 and len(set(config.PLACEMENTS)) == 8
+    assert len(BOOLS) == 14 and len(set(config.PLACEMENTS)) == 8
 
 
 def test_json_writes_large_ints_as_floats():
@@ -502,9 +502,6 @@ def test_every_rule_has_a_combination_above():
         (2, {"sharded_data_parallel_degree": 2}),
         (1, {"shard_optimizer_state": True}),
         (1, {"offload_activations": True}),
-        (1, {"fp16": True}),
-        (1, {"bf16": True}),
-        (1, {"fp16_params": True}),
         (1, {"static_mode": True}),
         (1, {"pipeline": "zero_bubble"}),
     ],

@@ -50,8 +50,8 @@ def test_its_model_split_over_two_ranks_equals_the_plain_one():
 
 
 @pytest.mark.skipif(accelerator.compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("split", [1, 2])
-def test_on_an_accelerator_it_trains_and_writes_to_its_end(split, tmp_path):
+@pytest.mark.parametrize("more", ["--tensor-parallel=1", "--tensor-parallel=2", "--bf16"])
+def test_on_an_accelerator_it_trains_and_writes_to_its_end(more, tmp_path):
     accelerator.build()
     script = tmp_path / "on_accelerator.py"
     script.write_text(
@@ -61,7 +61,7 @@ def test_on_an_accelerator_it_trains_and_writes_to_its_end(split, tmp_path):
         "sys.argv[0] = sys.argv.pop(1)\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    options = ("--steps", "2", "--write", "2", "--tensor-parallel", str(split))
+    options = ("--steps", "2", "--write", "2", more)
     done = mpirun(2, script, DEMO, "--output", tmp_path, *options)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert "mean loss of the last 2 steps" in done.stdout

@@ -61,6 +61,7 @@ def whole_scripts() -> list:
 def test_there_are_whole_scripts():
     assert {param.id.partition("-")[0] for param in whole_scripts()} == {
         "docs/porting.md",
+        "docs/precision.md",
         "docs/quickstart.md",
         "docs/tuning.md",
     }
@@ -170,6 +171,9 @@ assert not Centred()(torch.arange(6.0)[:, None]).mean(0)
     ),
     ("docs/porting.md", "import smdistributed"): Around(
         after="import smp as plain; assert smp.DistributedModel is plain.DistributedModel"
+    ),
+    ("docs/precision.md", "import torch"): Around(
+        after="assert loss.dtype == torch.float32 and optimizer.redefined_params"
     ),
     ("docs/partition.md", "smp.set_partition"): Around(
         """
@@ -313,6 +317,7 @@ def test_every_page_with_snippets_has_a_test_that_runs_them():
         "docs/saving.md",
         "docs/tuning.md",
         "docs/porting.md",
+        "docs/precision.md",
         "docs/operating.md",
         "docs/debugging.md",
     ],

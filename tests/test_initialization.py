@@ -414,7 +414,7 @@ def test_a_difference_lists_the_ranks_of_each_value():
     "given, kind, said",
     [
         ({"microbatches": "2"}, "ConfigError", "microbatches='2'"),
-        ({"fp16": True}, "NotImplementedError", "fp16=True"),
+        ({"static_mode": True}, "NotImplementedError", "static_mode=True"),
     ],
 )
 def test_a_configuration_refused_on_one_rank_raises_on_every_rank(given, kind, said):

@@ -117,8 +117,8 @@ MAY_INCLUDE: dict[str, set[str]] = {
 ROOMS = (
     "_version", "torch_versions", "not_built", "marks", "pytorch", "job", "runtime_state",
     "state_mod", "ranks", "collectives", "slicing", "optimizers", "modules", "partitioning",
-    "runtime", "tensor_parallel", "checkpointing", "compat", "data_parallel", "saving", "amp",
-    "distributed_optimizer", "model", "execution", "nn", "start", "timeline",
+    "precision", "runtime", "tensor_parallel", "checkpointing", "compat", "data_parallel",
+    "saving", "amp", "distributed_optimizer", "model", "execution", "nn", "start", "timeline",
 )  # fmt: skip
 ABOVE_ALL = {"__init__", "__main__", "self_test"}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from smp.compat.counterparts import Counterpart, Shapes
 from smp.modules import live_models
+from smp.precision.masters import model_parameter
 from smp.tensor_parallel.splits.replacement import Translate
 
 State = dict[str, Any]  # of one parameter
@@ -103,7 +104,7 @@ def plain_optimizer(param_groups: Iterable[Mapping[str, Any]]) -> PlainOptimizer
     Raises:
         NotImplementedError: the plain model's optimizer cannot have the state.
     """
-    groups = [group["params"] for group in param_groups]
+    groups = [[model_parameter(p) for p in group["params"]] for group in param_groups]
     numbers = itertools.count()
     at = {id(p): (g, next(numbers)) for g, some in enumerate(groups) for p in some}
     members: list[tuple[Counterpart | None, dict[str, int]]] = []

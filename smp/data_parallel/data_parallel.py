@@ -31,6 +31,7 @@ from smp.data_parallel.group import Holders, Layout, Replicas, gradient_dtype
 from smp.data_parallel.reduction import Reduction
 from smp.modules import live_models
 from smp.modules.live_models import LiveModel, record_of
+from smp.precision import masters
 from smp.ranks import CommGroup
 from smp.runtime import microbatches
 from smp.slicing.parameter_marks import attach_hooks
@@ -121,6 +122,7 @@ class DataParallel:
     def _broadcast_from(self, source: int) -> None:
         tensors = [*self._model.local_parameters(), *self.buffers()]
         self.replicas.broadcast([t for t in tensors if not t.is_meta], source)
+        masters.take_values_of(self._model.local_parameters())
 
     def buffers(self) -> list[Tensor]:
         """The buffers, alike on all replicas."""

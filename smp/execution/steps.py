@@ -29,6 +29,7 @@ from smp.modules import (
     travelling_changes,
 )
 from smp.modules.live_models import LiveModel, parts_of, record_of
+from smp.precision import loss_scale
 from smp.pytorch import accelerator, call_warnings, context_variables
 from smp.pytorch.restore import write_back
 from smp.runtime import core_tables, failures, microbatches, thread_state
@@ -111,6 +112,8 @@ def _begin(rt: Runtime, function: Callable) -> None:
             f"smp: the step function {microbatches.short_name_of(function)} was called inside "
             "another"
         )
+    if torch.is_grad_enabled():
+        loss_scale.begin_backward()
     rt.step.begin()
 
 

@@ -218,7 +218,7 @@ class Config:
     delayed_parameter_initialization: Any = no_effect(False)
     overlapping_allreduce: Any = no_effect(True)  # an argument of smp.DistributedModel
     _match_weights: Any = no_effect(False)
-    _fp32_grad_accumulation: Any = no_effect(False)
+    _fp32_grad_accumulation: bool = flag()
     _shard_offloaded_activations: Any = no_effect(False)
 
     @property
@@ -246,9 +246,6 @@ _NOT_BUILT: list[tuple[str, Callable[[Any], bool], str]] = [
     ("sharded_data_parallel_degree", lambda v: v > 1, "sharded data parallelism"),
     ("shard_optimizer_state", bool, "sharding of the optimizer state"),
     ("offload_activations", bool, "offloading of activations"),
-    ("fp16", bool, "half precision training"),
-    ("bf16", bool, "half precision training"),
-    ("fp16_params", bool, "half precision training"),
     ("static_mode", bool, "static mode"),
     ("pipeline", lambda v: v == "zero_bubble", "the zero-bubble schedule"),
 ]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from smp.modules.once_hooks import OnceHooks
@@ -60,6 +61,7 @@ class ModelRecord:
     counterparts: Any = None  # between the plain model's parameters and replaced ones
     replicas: Any = None  # the model's DataParallel, with replicas
     has_sync_norm: bool = False
+    half: torch.dtype | None = None  # of its tensors; None: each its own
     deferred_loads: list[tuple] = field(default_factory=list)  # until the partition
     post_partition_hooks: OnceHooks = field(default_factory=OnceHooks)
     post_step_hooks: OnceHooks = field(default_factory=OnceHooks)

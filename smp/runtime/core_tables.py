@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from smp import _core
 from smp.modules import live_models, remote_modules
 from smp.modules.live_models import LiveModel, parts_of
+from smp.precision import conversion
 from smp.runtime_state import Runtime
 from smp.slicing import parameter_marks
 
@@ -52,6 +53,8 @@ def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:
     Args:
         models: all partitioned ones.
     """
+    for model in models:
+        conversion.accumulate_in_float32(model, rt.cfg)
     # Models may share some.
     everyone = {id(p): p for m in models for p in m.local_parameters()}
     local = [p for p in everyone.values() if p.requires_grad]

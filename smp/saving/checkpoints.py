@@ -4,6 +4,7 @@ A partial checkpoint is a folder with a file from each rank, a full one is a few
 
     path/{tag}_partial/model_{pp_rank}_{tp_rank}.pt
                        optimizer_{pp_rank}_{tp_rank}.pt
+                       fp16_states_{pp_rank}_{tp_rank}.pt     with fp16 or bf16
                        user_content.pt
                        parts               the names of these files
     path/{tag}                     the model, as torch.load and the plain model take it
@@ -33,6 +34,7 @@ from smp.job.collective_calls import CallMismatch
 from smp.marks import IS_PARTIAL
 from smp.ranks import CommGroup
 from smp.saving import folder_lock, saved_files
+from smp.saving.optimizer_state import HALF_STATES
 from smp.saving.saved_files import CheckpointError, staged_name
 from smp.state_mod import Job, state
 
@@ -47,6 +49,9 @@ _PARTIAL = "_partial"
 _USER_CONTENT = "user_content.pt"
 _PARTS = "parts"
 _BESIDE = ("optimizer_", "user_content_", "parts_")  # files of a full one, before its tag
+# Files of an optimizer's parts, and their entries by the numbers of parameters.
+_BY_NUMBER = {"optimizer": "state", HALF_STATES: "master_weights"}
+_KINDS = tuple(_BY_NUMBER)
 _SAVE, _RESUME = "smp.save_checkpoint", "smp.resume_from_checkpoint"
 
 
@@ -387,7 +392,9 @@ def _read_user_content(path: str) -> Any:
 
 
 def _names_of_parts(job: Job, with_optimizer: bool) -> list[str]:
-    kinds = ["model", "optimizer"] if with_optimizer else ["model"]
+    kinds = ["model", *_KINDS] if with_optimizer else ["model"]
+    if not (job.cfg.fp16 or job.cfg.bf16):
+        kinds = [kind for kind in kinds if kind != HALF_STATES]
     degrees = job.placement
     parts = [f"{pp}_{tp}.pt" for pp in range(degrees.pp) for tp in range(degrees.tp)]
     return [f"{kind}_{part}" for kind in kinds for part in parts] + [_USER_CONTENT]
@@ -428,7 +435,10 @@ def _partial_files(
         return {}
     files: dict[str, Any] = {f"model_{at.pp}_{at.tp}.pt": model.local_state_dict()}
     if optimizer is not None:
-        files[f"optimizer_{at.pp}_{at.tp}.pt"] = optimizer.local_state_dict()
+        states = optimizer.local_state_dict()
+        if HALF_STATES in states:
+            files[f"{HALF_STATES}_{at.pp}_{at.tp}.pt"] = states.pop(HALF_STATES)
+        files[f"optimizer_{at.pp}_{at.tp}.pt"] = states
     return files
 
 
@@ -483,7 +493,7 @@ def _read_partial(job: Job, root: str, name: str, with_optimizer: bool) -> dict[
     """This rank's share of the files; under another pipeline degree, some or none."""
     folder = _where(root, name)
     names = _listed_parts(os.path.join(folder, _PARTS)) or os.listdir(folder)
-    wanted = [n for n in names if with_optimizer or not n.startswith("optimizer_")]
+    wanted = [n for n in names if with_optimizer or not n.startswith(_KINDS)]
     _refuse_missing(folder, wanted)
     found = {
         "model": _read_parts(job, folder, names, "model"),
@@ -493,6 +503,9 @@ def _read_partial(job: Job, root: str, name: str, with_optimizer: bool) -> dict[
         raise CheckpointError(f"smp: {folder} has no model_*_*.pt")
     if with_optimizer and (states := _read_parts(job, folder, names, "optimizer")) is not None:
         found["optimizer"] = states
+        if (half_states := _read_parts(job, folder, names, HALF_STATES)) is not None:
+            half_states.pop(IS_PARTIAL)
+            states[HALF_STATES] = half_states
     return found
 
 
@@ -528,9 +541,9 @@ def _read_parts(job: Job, folder: str, names: list[str], kind: str) -> dict[str,
         if pp % job.placement.pp == at.pp:
             part = saved_files.read(os.path.join(folder, f"{kind}_{pp}_{at.tp}.pt"), "cpu")
             out = _merged(out, part)
-    if kind == "optimizer" and "param_groups" not in out:  # more ranks than parts
+    if kind in _KINDS and not out:  # more ranks than parts
         part = saved_files.read(os.path.join(folder, f"{kind}_0_{at.tp}.pt"), "cpu")
-        out = {**part, "state": {}}
+        out = {**part, _BY_NUMBER[kind]: {}}
     out[IS_PARTIAL] = True
     return out
 
@@ -539,7 +552,8 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Two partial dicts as one; of an optimizer's, the states by number."""
     if not one:
         return other
-    if isinstance(one.get("state"), dict) and "param_groups" in one:
-        return {**other, "state": {**one["state"], **other["state"]}}
+    for key in _BY_NUMBER.values():
+        if isinstance(one.get(key), dict) and ("param_groups" in one or key != "state"):
+            return {**other, key: {**one[key], **other[key]}}
     one.update(other)  # each has the metadata of all modules
     return one

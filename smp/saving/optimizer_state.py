@@ -14,11 +14,15 @@ from torch import Tensor
 from smp.compat.plain_optimizer import plain_optimizer
 from smp.marks import IS_PARTIAL
 from smp.modules import live_models
+from smp.precision.loss_scale import ScaledGradients
+from smp.precision.masters import Masters, model_parameter, put_into, take_out
 from smp.ranks import CommGroup
 from smp.saving.replica import Replica
 from smp.slicing.slices import Slices, slices_of
 from smp.state_mod import state
 from smp.tensor_parallel import group
+
+HALF_STATES = "fp16_states"  # a key of state dicts: master weights and loss scale
 
 
 class LiveOptimizer(Protocol):
@@ -26,6 +30,10 @@ class LiveOptimizer(Protocol):
 
     @property
     def optimizer(self) -> Any: ...
+    @property
+    def masters(self) -> Masters: ...
+    @property
+    def scaled(self) -> ScaledGradients | None: ...
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]: ...
@@ -45,14 +53,16 @@ def _owners(optimizer: LiveOptimizer) -> list[int | None]:
             owners = live_models.parts_of(model).owners
             for name, parameter in model.module.named_parameters():
                 owner_of[id(parameter)] = owners[name]
-    return [owner_of.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    return [owner_of.get(id(model_parameter(p))) for p in members]
 
 
 def _waits(optimizer: LiveOptimizer) -> bool:
     """Whether one of the optimizer's models awaits its partition."""
     if state.job("DistributedOptimizer").runtime.pp_size == 1:
         return False
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    members = (p for group in optimizer.param_groups for p in group["params"])
+    mine = {id(model_parameter(p)) for p in members}
     return any(
         id(p) in mine
         for model in live_models.living()
@@ -68,11 +78,29 @@ def _is_torchs(state_dict: Mapping[str, Any]) -> bool:
 
 def local_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
     """The state of this rank's parameters, all groups, ``_smp_is_partial``."""
+    optimizer.masters.make()
     out = dict(optimizer.optimizer.state_dict())
     if _is_torchs(out):
         out["state"] = _of_rank(optimizer, out["state"])
+        _add_half_states(optimizer, out, _masters(optimizer))
     out[IS_PARTIAL] = True
     return out
+
+
+def _masters(optimizer: LiveOptimizer) -> dict[int, Tensor]:
+    """The float32 weights of this rank's half parameters, by number."""
+    optimizer.masters.follow()
+    return {n: m.detach().as_subclass(Tensor) for n, m in optimizer.masters.by_number().items()}
+
+
+def _add_half_states(
+    optimizer: LiveOptimizer, out: dict[str, Any], masters: dict[int, Tensor]
+) -> None:
+    """Add the parts of a state that half precision alone has."""
+    if state.cfg.fp16 or state.cfg.bf16:
+        scaled = optimizer.scaled
+        scale = None if scaled is None else scaled.scale.state_dict()
+        out[HALF_STATES] = {"master_weights": masters, "loss_scale": scale}
 
 
 def _of_rank(optimizer: LiveOptimizer, by_number: Mapping) -> dict:
@@ -93,12 +121,17 @@ def full_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
 
     Collective over the MP_GROUP after the partition.
     """
+    optimizer.masters.make()
     out = dict(optimizer.optimizer.state_dict())
     if not _is_torchs(out):
         return out
     plain = plain_optimizer(optimizer.param_groups)
-    out["state"] = _gathered(optimizer, out["state"])
-    return out if plain is None else plain.to_plain(out)
+    out["state"] = _gathered(optimizer, put_into(out["state"], _masters(optimizer)))
+    if plain is not None:
+        out = plain.to_plain(out)
+    out["state"], masters = take_out(out["state"])
+    _add_half_states(optimizer, out, masters)
+    return out
 
 
 def _gathered(optimizer: LiveOptimizer, own: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -224,10 +257,14 @@ def load(optimizer: LiveOptimizer, state_dict: Mapping[str, Any]) -> None:
     """
     given = dict(state_dict)
     partial = bool(given.pop(IS_PARTIAL, False))
+    half_states = given.pop(HALF_STATES, {})
     wrapped = optimizer.optimizer
     if not _is_torchs(given):
         wrapped.load_state_dict(given)
         return
+    if optimizer.scaled is not None and half_states.get("loss_scale"):
+        optimizer.scaled.scale.load_state_dict(half_states["loss_scale"])
+    given["state"] = put_into(given["state"], half_states.get("master_weights", {}))
     plain = None if partial else plain_optimizer(optimizer.param_groups)
     if plain is not None:
         given = plain.to_ours(given)
@@ -253,5 +290,8 @@ def _load_by_number(optimizer: LiveOptimizer, by_number: dict[Any, Any], partial
         _refuse_other_slices(optimizer, by_number)
     else:
         by_number = _own_slices(optimizer, by_number)
+    own_states, masters = take_out(_of_rank(optimizer, by_number))
+    optimizer.masters.make()  # of their dtype the state is to be
     wrapped = optimizer.optimizer
-    wrapped.load_state_dict({**wrapped.state_dict(), "state": _of_rank(optimizer, by_number)})
+    wrapped.load_state_dict({**wrapped.state_dict(), "state": own_states})
+    optimizer.masters.load(masters)

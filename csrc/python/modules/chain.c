@@ -1,4 +1,4 @@
-/* What follows what, and the replay of it. */
+/* The links from call to call, and the replay of a chain. */
 #include "python/modules/chain.h"
 
 #include <stdlib.h>

@@ -89,8 +89,9 @@ PyObject *smp_chain_begin(smp_task *task, const smp_call_site *site,
 int smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
                      smp_message *response);
 
-/* Learns from a call outside a chain, once its arguments are packed; and once its
- * outputs are here, if the owner has changed nothing of its caller's. */
+/* Learns from a call outside a chain: once its arguments are packed, and once its
+ * outputs are here.  The second is for calls without a change of their caller's values.
+ * 0, or -1 with an exception. */
 int smp_chain_called(smp_task *task, const smp_call_site *site, const smp_pack *pack);
 int smp_chain_returned(smp_task *task, const smp_call_site *site, const smp_pack *pack,
                        const smp_unpack *outputs);

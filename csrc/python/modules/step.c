@@ -55,7 +55,7 @@ read_end(smp_message *end)
     return value;
 }
 
-/* Of an entry's byte, as in smp/modules/remote_modules.py. */
+/* Bits of an entry's byte: as in smp/modules/remote_modules.py. */
 enum { ENTRY_TRAINS = 1, ENTRY_CHAINS = 2 };
 
 /* step(kind, microbatches, active, turns, entry_flags, run_root, seed, backwards,

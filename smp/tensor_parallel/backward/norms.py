@@ -11,6 +11,7 @@ from torch import Tensor
 
 from smp.modules import live_models
 from smp.optimizers import clip_by_the_models_norm, norm_over_the_model
+from smp.precision import loss_scale, masters
 from smp.pytorch import patches
 from smp.slicing.slices import is_of_split_model
 from smp.state_mod import state
@@ -38,7 +39,8 @@ def _clipping(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        some = _listed(parameters)
+        some = [masters.model_parameter(one) for one in _listed(parameters)]
+        loss_scale.unscale(some)
         of_models = shared_parameters()
         # A stage may have no parameters; it decides as the others do.
         if some and not any(id(p) in of_models for p in some) or not of_models:
@@ -62,6 +64,7 @@ def _norm(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         some = _listed(tensors)
+        loss_scale.unscale(some)
         of_models = shared_parameters()
         by_gradient = {id(p.grad): p for p in of_models.values() if p.grad is not None}
         found = [by_gradient[id(tensor)] for tensor in some if id(tensor) in by_gradient]

@@ -1,0 +1,197 @@
+"""Master weights: float32 twins of half parameters, updated by the wrapped optimizer.
+
+They take the place of the half parameters in the optimizer's groups.  Their gradient is the
+half parameter's own, which adds up in float32.  After the update the half parameter gets its
+master's value, rounded.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
+
+from smp.marks import HAS_MASTER
+from smp.slicing.slices import MARKS
+from smp.slicing.split_parameters import among_slices
+
+# Attributes of optimizers with master weights of their own: apex's, and those of existing
+# scripts (FP16_Optimizer).
+_OWN_MASTERS = ("_amp_stash", "fp16_groups", "fp32_from_fp16_groups", "fp32_groups_flat")
+
+_MASTER = "master_weight"  # a key beside those of an optimizer's state
+
+
+class MasterWeight(nn.Parameter):
+    """A float32 parameter of an optimizer, in the place of a half one of the model."""
+
+    half_parameter: nn.Parameter | None = None
+    seen = -1  # the half parameter's version at the last comparison
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The half parameter's gradient."""
+        return None if self.half_parameter is None else self.half_parameter.grad
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if self.half_parameter is not None:
+            self.half_parameter.grad = gradient
+
+
+# Optimizers compute over lists of exactly these classes at once.
+_foreach_supported_types.append(MasterWeight)
+
+
+def model_parameter(parameter: Any) -> Any:
+    """The model's parameter behind one of an optimizer."""
+    half = parameter.half_parameter if isinstance(parameter, MasterWeight) else None
+    return parameter if half is None else half
+
+
+def keeps_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has master weights of its own: it gets no second ones."""
+    if getattr(optimizer, "master_weights", False):  # apex's FusedAdam
+        return True
+    return any(hasattr(optimizer, name) for name in _OWN_MASTERS)
+
+
+class Masters:
+    """The master weights of one optimizer.
+
+    Args:
+        optimizer: the wrapped one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        _every.add(self)
+
+    def every(self) -> list[MasterWeight]:
+        """Those made so far, in the order of the groups."""
+        return [m for m in self._parameters() if isinstance(m, MasterWeight)]
+
+    def by_number(self) -> dict[int, MasterWeight]:
+        """Those made so far, by their number in the optimizer's state dict."""
+        numbered = enumerate(self._parameters())
+        return {n: m for n, m in numbered if isinstance(m, MasterWeight)}
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    @among_slices
+    def make(self) -> None:
+        """Make masters of half parameters without one: of this rank, once partitioned."""
+        if keeps_its_own(self._optimizer):
+            return
+        for group in self._optimizer.param_groups:
+            members = group["params"]
+            for place, parameter in enumerate(members):
+                if type(parameter) is MasterWeight or not hasattr(parameter, HAS_MASTER):
+                    continue
+                members[place] = master = _master_of(parameter)
+                if parameter in self._optimizer.state:
+                    state = self._optimizer.state
+                    state[master] = state.pop(parameter)
+
+    def refuse_second(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse half parameters with a master already, as torch refuses any second time.
+
+        Raises:
+            ValueError: there is one.
+        """
+        own = {id(master.half_parameter) for master in self.every()}
+        if any(id(parameter) in own for parameter in parameters):
+            raise ValueError("some parameters appear in more than one parameter group")
+
+    @among_slices
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Take over changes of half parameters by others: a load, the script's own.
+
+        An element's master stays where it rounds to the half parameter's value.
+        """
+        for master in self.every():
+            half = master.half_parameter
+            assert half is not None
+            if half._version == master.seen and half.device == master.device:
+                continue
+            wide, own = half.float(), master.to(half.device)
+            master.data = torch.where(own.to(half.dtype) == half, own, wide)
+            master.seen = half._version
+
+    @among_slices
+    @torch.no_grad()
+    def give(self) -> None:
+        """Give all half parameters their masters' values."""
+        every = self.every()
+        if not every:
+            return
+        halves: list[Any] = [master.half_parameter for master in every]
+        torch._foreach_copy_(halves, [master.data for master in every])
+        for master, half in zip(every, halves, strict=True):
+            master.seen = half._version
+
+    @among_slices
+    @torch.no_grad()
+    def load(self, by_number: dict[int, Tensor]) -> None:
+        """Take over saved masters; the model's values decide where the two differ."""
+        mine = self.by_number()
+        for number, value in by_number.items():
+            if number in mine:
+                mine[number].copy_(value)
+                mine[number].seen = -1
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that sees the newest values."""
+
+        def evaluated() -> Any:
+            self.give()
+            return closure()
+
+        return evaluated
+
+
+def put_into(states: Mapping[Any, Any], by_number: Mapping[int, Tensor]) -> dict[Any, Any]:
+    """States by parameter's number, each with the parameter's master as one more entry."""
+    out = dict(states)
+    for number, master in by_number.items():
+        out[number] = {**out.get(number, {}), _MASTER: master}
+    return out
+
+
+def take_out(states: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[int, Tensor]]:
+    """The reverse of `put_into`."""
+    out, found = dict(states), {}
+    for number, state in states.items():
+        if isinstance(state, dict) and _MASTER in state:
+            found[number] = state[_MASTER]
+            out[number] = {key: value for key, value in state.items() if key != _MASTER}
+            if not out[number]:
+                del out[number]  # of a parameter that was never updated
+    return out, found
+
+
+_every: weakref.WeakSet[Masters] = weakref.WeakSet()
+
+
+@among_slices
+@torch.no_grad()
+def take_values_of(parameters: Iterable[Tensor]) -> None:
+    """Make masters equal to half parameters in every bit, as after an exchange of these."""
+    wanted = set(map(id, parameters))
+    for masters in list(_every):
+        for master in masters.every():
+            if id(master.half_parameter) in wanted and master.half_parameter is not None:
+                master.copy_(master.half_parameter)
+
+
+def _master_of(half: Any) -> MasterWeight:
+    master = MasterWeight(half.detach().as_subclass(Tensor).float(), half.requires_grad)
+    master.half_parameter, master.seen = half, half._version
+    for mark in MARKS:
+        if mark in half.__dict__:
+            setattr(master, mark, half.__dict__[mark])
+    return master
