@@ -369,6 +369,18 @@ SCENARIO(a_step_that_failed_leaves_nothing, 2, 1, OPEN(0, 1, 0), ADD(0, 0, 1, 0,
          OPEN(0, 1, 0), BACKWARD(0, 0), ADD(0, 0, 1, 0, "n"), CLOSE(0, 1, 0),
          GRADIENT(0, "(G+n)"), COMPLETED(0, 1))
 
+TEST(entries_share_the_parameters_that_both_use)
+{
+    book        b;
+    smp_ledger *l = open_book(&b, 1, 1);
+
+    CHECK(smp_ledger_share(l, 0, (int32_t[]){2, 1}, 2));
+    CHECK(!smp_ledger_share(l, 0, (int32_t[]){2}, 1));
+    CHECK(!smp_ledger_share(l, 2, (int32_t[]){0, 1}, 2));
+    CHECK(!smp_ledger_share(l, 0, NULL, 0));
+    close_book(&b, l);
+}
+
 TEST(numbers_that_name_nothing_are_invalid_and_their_terms_dropped)
 {
     book        b;

@@ -449,7 +449,7 @@ read_described(smp_chain *chain)
 
         if (smp_unpack_raw(&chain->last, 1) == NULL ||
             (bytes = smp_unpack_sized(&chain->last, &nbytes)) == NULL ||
-            smp_unpack_init_bytes(&chain->described[i], bytes, nbytes) < 0) {
+            smp_unpack_init_described(&chain->described[i], bytes, nbytes) < 0) {
             return -1;
         }
     }

@@ -40,8 +40,9 @@ typedef struct {
     PyObject **snapshots;         /* by number, owned: snapshot.h; NULL: not watched */
     size_t     nobjects;
     size_t     object_room;
-    bool       watch; /* take snapshots */
-    bool       copy;  /* no tensor may keep a block */
+    bool       watch;     /* take snapshots */
+    bool       copy;      /* no tensor may keep a block */
+    bool       described; /* tensors may be without their bytes */
     int        depth;
 } smp_unpack;
 

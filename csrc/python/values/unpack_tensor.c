@@ -55,7 +55,7 @@ check_meta(const smp_unpack *unpack, const smp_tensor_meta *meta, int64_t *shape
             "a tensor announces %llu bytes, its shape and strides make %llu",
             (unsigned long long)meta->bytes, (unsigned long long)smp_tensor_span(&t));
     }
-    if (meta->in_block == SMP_IN_NO_MESSAGE) {
+    if (meta->in_block == SMP_IN_NO_MESSAGE && unpack->described) {
         return 0;
     }
     if (meta->in_block) {
@@ -174,7 +174,7 @@ make_tensor(smp_unpack *unpack, const smp_tensor_meta *meta, const int64_t *shap
 {
     smp_block *block;
 
-    if (meta->in_block == SMP_IN_NO_MESSAGE) {
+    if (unpack->described && meta->in_block == SMP_IN_NO_MESSAGE) {
         return make_placeholder(meta, shape, strides);
     }
     if (meta->device.type != SMP_DL_CPU) {
@@ -287,6 +287,13 @@ int
 smp_unpack_init_bytes(smp_unpack *unpack, const void *bytes, size_t nbytes)
 {
     *unpack = (smp_unpack){.copy = true};
+    return open_bytes(unpack, bytes, nbytes);
+}
+
+int
+smp_unpack_init_described(smp_unpack *unpack, const void *bytes, size_t nbytes)
+{
+    *unpack = (smp_unpack){.copy = true, .described = true};
     return open_bytes(unpack, bytes, nbytes);
 }
 

@@ -16,6 +16,9 @@ int smp_unpack_init(smp_unpack *unpack, smp_comm *comm, smp_message *message,
 /* The same for bytes of smp_pack_as_bytes(), borrowed until fini. */
 int smp_unpack_init_bytes(smp_unpack *unpack, const void *bytes, size_t nbytes);
 
+/* The same, with placeholders for tensors described without their bytes. */
+int smp_unpack_init_described(smp_unpack *unpack, const void *bytes, size_t nbytes);
+
 /* The same for values alone, borrowed until fini, around tensors of this rank; its
  * objects are watched. */
 int smp_unpack_init_given(smp_unpack *unpack, const void *values, size_t nbytes,
