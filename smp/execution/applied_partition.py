@@ -65,7 +65,10 @@ def apply(model: LiveModel, partition: Partition, turns: Turns, when_run: Forwar
     late_modules.refuse_from_now(root)
     late_modules.refuse_from_now(model)  # the same children
     late_hooks.notice_from_now(root, gates[-1], rt.pp_rank == 0)
-    chainable = remote_modules.chainable(root, entries, turns, changing, record.split_paths)
+    if record.split_paths:  # ranks that foresee differently would miss each other's collectives
+        chainable = [False] * len(entries)
+    else:
+        chainable = remote_modules.chainable(root, entries, turns, changing)
     record.parts = Parts(
         partition, owners, entries, chainable, runs, when_run.buffers, stateful
     )

@@ -171,19 +171,17 @@ def chainable(
     entries: list[Entry],
     turns: gates.Turns,
     changing: Collection[str],
-    split: Collection[str],
 ) -> list[bool]:
     """By entry: whether a call may run before its caller has made it, and in vain.
 
     Args:
         changing: paths of modules with buffers or attributes changed by a call.
-        split: paths of modules with collectives in their calls.
     """
     named = dict(root.named_modules())
     stateful = (turns.modules, turns.reads, turns.carried, turns.own, turns.restored)
     kept = {path for table in stateful for path in table}
     kept |= {path for path, names in stores.stored(named).items() if names}
-    never = {id(named[path]) for path in (*kept, *changing, *split)}
+    never = {id(named[path]) for path in (*kept, *changing)}
     found = []
     for entry in entries:
         members = entry.callable.children if entry.module is None else [entry.module]
