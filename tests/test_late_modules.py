@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
 import smp
-from tests.ranks import on_ranks
+from tests.ranks import call_on_ranks, on_ranks
 
 X = torch.ones(2, 3)
 
@@ -199,10 +199,13 @@ CHANGED_BY = {
 }
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("kind", CHANGED_BY)
 def test_torch_is_changed_only_while_a_model_lives(kind):
-    gc.collect()
+    """... in processes without models of other tests."""
+    call_on_ranks(2, _change_torch, kind, team="without models")
+
+
+def _change_torch(kind: str) -> None:
     before = of_torch()
     files = [v.__code__.co_filename for v in before.values() if hasattr(v, "__code__")]
     assert files and not any("smp" in Path(file).parts for file in files)
@@ -219,6 +222,7 @@ def test_torch_is_changed_only_while_a_model_lives(kind):
     smp.state.model = None
     gc.collect()
     assert not changed(before)
+    smp.shutdown()
 
 
 class Delegating(nn.Module):

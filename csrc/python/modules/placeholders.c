@@ -7,15 +7,15 @@ int
 smp_placeholders_fetch(PyObject *list)
 {
     for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *tensor = PyWeakref_GetObject(PyList_GET_ITEM(list, i));
-        PyObject *done;
+        PyObject *tensor = PyObject_CallNoArgs(PyList_GET_ITEM(list, i));
+        PyObject *done = NULL;
 
-        if (tensor == Py_None) {
-            continue;
+        if (tensor != NULL && tensor != Py_None) {
+            done = PyObject_CallMethodNoArgs(tensor, smp_names.fetched);
+        } else if (tensor != NULL) {
+            done = Py_NewRef(Py_None);
         }
-        Py_INCREF(tensor);
-        done = PyObject_CallMethodNoArgs(tensor, smp_names.fetched);
-        Py_DECREF(tensor);
+        Py_XDECREF(tensor);
         Py_XDECREF(done);
         if (done == NULL) {
             return -1;
