@@ -1,6 +1,7 @@
 """Outputs of a chain of remote calls without a use by their caller so far.
 
 ``csrc/python/modules/chain.h`` has the rules of chains.
+
 A placeholder is a tensor with its values on the owner's rank.  Shape, dtype and device are
 known here; any operator, and anything else that reads values, fetches them once.  The gradient
 of an untouched placeholder stays on the owner.

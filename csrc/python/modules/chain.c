@@ -11,6 +11,7 @@
 #include "python/values/pack_value.h"
 #include "python/values/ptrmap.h"
 #include "python/values/registry.h"
+#include "python/values/tensor.h"
 #include "python/values/unpack_scalar.h"
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
@@ -170,17 +171,6 @@ smp_chain_forget(void)
 
 /* --------------------------------------------------------------------- the learning */
 
-/* The tensor's count of changes in place; -1 with an exception. */
-static long
-version_of(PyObject *tensor)
-{
-    PyObject *number = PyObject_GetAttr(tensor, smp_names._version);
-    long      version = number == NULL ? -1 : PyLong_AsLong(number);
-
-    Py_XDECREF(number);
-    return version;
-}
-
 static void
 free_trail(smp_trail *trail)
 {
@@ -205,7 +195,7 @@ find_source(const smp_trail *trail, PyObject *tensor, smp_chain_source *source)
             const size_t number = output ? i - trail->narguments : i;
 
             *source = (smp_chain_source)(number << 1 | output);
-            if (version_of(tensor) == trail->versions[i]) {
+            if (smp_tensor_version(tensor) == trail->versions[i]) {
                 return true;
             }
             PyErr_Clear();
@@ -314,7 +304,7 @@ smp_chain_returned(smp_task *task, const smp_call_site *site, const smp_pack *pa
                                ? pack->tensors[trail->n]
                                : outputs->tensors[trail->n - pack->ntensors];
 
-        trail->versions[trail->n] = version_of(tensor);
+        trail->versions[trail->n] = smp_tensor_version(tensor);
         if (trail->versions[trail->n] < 0) {
             free_trail(trail);
             return -1;
@@ -583,7 +573,7 @@ expect_arguments(smp_chain *chain, const smp_pack *pack)
             }
             next->tensors[j] =
                 Py_NewRef(source & 1 ? outputs->tensors[number] : former[number]);
-            next->versions[j] = version_of(next->tensors[j]);
+            next->versions[j] = smp_tensor_version(next->tensors[j]);
             if (next->versions[j] < 0) {
                 return -1;
             }
@@ -633,6 +623,7 @@ smp_chain_begin(smp_task *task, const smp_call_site *site, const smp_chain_plan 
     }
     chain->described[0].request = &arguments;
     value = smp_unpack_value(&chain->described[0]);
+    chain->described[0].request = NULL;
     if (value == NULL) {
         goto fail;
     }
@@ -651,7 +642,7 @@ is_untouched(const smp_chain *chain, PyObject *tensor, long version)
     PyObject *found;
     bool      same;
 
-    if (version_of(tensor) != version) {
+    if (smp_tensor_version(tensor) != version) {
         return PyErr_Occurred() == NULL ? 0 : -1;
     }
     if (!smp_is_placeholder(tensor)) {

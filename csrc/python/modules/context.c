@@ -203,7 +203,7 @@ raise_gone(uint64_t call)
 {
     PyErr_Clear();
     PyErr_Format(PyExc_RuntimeError,
-                 "smp: a backward asked for call %llu, whose graph is gone",
+                 "smp: a request asked for call %llu, whose graph is gone",
                  (unsigned long long)call);
     return -1;
 }

@@ -15,6 +15,7 @@
 #include "python/values/pack_scalar.h"
 #include "python/values/pack_value.h"
 #include "python/values/snapshot.h"
+#include "python/values/tensor.h"
 #include "python/values/unpack_scalar.h"
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
@@ -39,17 +40,6 @@ typedef struct {
     const int       source;
 } served_chain;
 
-/* The tensor's count of changes in place; -1 with an exception. */
-static long
-version_of(PyObject *tensor)
-{
-    PyObject *number = PyObject_GetAttr(tensor, smp_names._version);
-    long      version = number == NULL ? -1 : PyLong_AsLong(number);
-
-    Py_XDECREF(number);
-    return version;
-}
-
 static int
 note_versions(served_call *call)
 {
@@ -61,7 +51,7 @@ note_versions(served_call *call)
         return -1;
     }
     for (size_t i = 0; i < unpack->ntensors; i++) {
-        call->versions[i] = version_of(unpack->tensors[i]);
+        call->versions[i] = smp_tensor_version(unpack->tensors[i]);
         if (call->versions[i] < 0) {
             return -1;
         }
@@ -77,7 +67,7 @@ check_unchanged(const served_call *call)
     const smp_unpack *unpack = call->unpack;
 
     for (size_t i = 0; i < unpack->ntensors; i++) {
-        const long now = version_of(unpack->tensors[i]);
+        const long now = smp_tensor_version(unpack->tensors[i]);
         const long before = call->versions == NULL ? 0 : call->versions[i];
 
         if (now < 0) {

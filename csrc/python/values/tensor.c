@@ -220,3 +220,13 @@ smp_tensor_copy_span(const smp_tensor_meta *meta, const void *data)
 
     return smp_tensor_copy_of(&row, &length, &stride, data);
 }
+
+long
+smp_tensor_version(PyObject *tensor)
+{
+    PyObject *number = PyObject_GetAttr(tensor, smp_names._version);
+    long      version = number == NULL ? -1 : PyLong_AsLong(number);
+
+    Py_XDECREF(number);
+    return version;
+}

@@ -40,6 +40,9 @@ uint64_t smp_tensor_span(const dl_tensor *t);
  * the resolved one of its conjugate or negative view.  0, or -1 with an exception. */
 int smp_tensor_borrow(PyObject *tensor, dl_tensor *out, PyObject **held);
 
+/* The tensor's count of changes in place; -1 with an exception. */
+long smp_tensor_version(PyObject *tensor);
+
 /* A new tensor over `data` (host memory), with the meta's shape and strides.  release(
  * owner) runs once, when the tensor is gone or when this fails. */
 PyObject *smp_tensor_wrap(const smp_tensor_meta *meta, const int64_t *shape,
