@@ -258,7 +258,7 @@ class Kinds(nn.Module):
 def test_gates_are_before_what_a_traced_run_changes_and_what_training_may_change(trains):
     """BatchNorm's buffers stay as they are in evaluation; what did not run may run later."""
     net = Kinds().train(trains)
-    one = SimpleNamespace(_smp_module=net)
+    one = SimpleNamespace(module=net)
     seen = trace(net, lambda: net(torch.ones(2, WIDTH)))
 
     its = turns_of(net, seen)
