@@ -243,8 +243,16 @@ def call_remote(
 def call_entry(number: int, args: tuple[Any, ...], /) -> Any:
     """Call a run of ``nn.Sequential`` children by its entry's number."""
 
-def fetch_output(call: Any, number: int, tensor: int, link: int, /) -> Tensor:
-    """The values of an output of a chain: tensor `tensor` of its call `number`.
+def touch_output(tensor: Tensor, call: Any, link: int, /) -> None:
+    """The caller uses an output of a chain: it ends there in later steps, and now, too, if
+    foreseen calls have the tensor.
+    """
+
+def refuse_foreseen() -> None:
+    """Raises in a call of a chain that its caller has not made yet; its owner undoes it."""
+
+def fetch_outputs(call: Any, places: list[tuple[int, int]], /) -> list[Tensor]:
+    """The values of outputs of a chain, by the number of its call, and of its tensor.
 
     RuntimeError: outside the call's step.
     """

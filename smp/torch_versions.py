@@ -107,7 +107,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_swap_tensor_impl",
     ),
     "torch._C._FunctionBase": ("_raw_saved_tensors",),
-    "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
+    "torch._C._autograd": ("_get_sequence_nr", "_top_saved_tensors_default_hooks"),
     "torch._C._distributed_c10d": (
         "_allow_inflight_collective_as_graph_input",
         "_register_work",

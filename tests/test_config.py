@@ -52,7 +52,7 @@ def test_defaults():
         "deterministic_server": False,
         "static_mode": False,
         "static_mode_recording_steps": 5,
-        "fast_mode": False,
+        "fast_mode": True,
         "skip_tracing": False,
         "offload_activations": False,
         "activation_loading_horizon": 4,

@@ -547,25 +547,25 @@ def test_a_remote_call_carries_what_differs_here_and_a_backward_what_it_can_see(
     torchs.reset(given)
     meta = (False, (), torch.device("meta"))
     with torch.device("meta"):
-        assert thread_state.capture_for_call("far") == ((meta, (), (), False), None)
+        assert thread_state.capture_for_call("far") == ((meta, (), (), False), None, True)
         assert thread_state.capture_for_backward() == (meta, (), (), False)
 
     changed = (("a module", "training", False),)
     monkeypatch.setattr(thread_state.travelling_changes, "travelling", lambda: changed)
-    assert thread_state.capture_for_call("far") == ((None, (), changed, False), None)
+    assert thread_state.capture_for_call("far") == ((None, (), changed, False), None, True)
     assert thread_state.capture_for_backward() == (None, (), changed, False)
 
     calls = []
     collected = SimpleNamespace(values=("a list",), settle=lambda: calls.append("settled"))
     monkeypatch.setattr(thread_state.context_variables, "collect", lambda path: collected)
     monkeypatch.setattr(thread_state, "_copy_context", lambda: {"a variable": []})
-    carried, settle = thread_state.capture_for_call("far")
+    carried, settle, _ = thread_state.capture_for_call("far")
     assert carried == (None, ("a list",), changed, False)
     assert settle("its result") == "its result" and calls == ["settled"]
 
     monkeypatch.setattr(thread_state.chain, "is_carried", lambda: True)
     monkeypatch.setattr(thread_state.chain, "take", calls.append)
-    carried, settle = thread_state.capture_for_call("far")
+    carried, settle, _ = thread_state.capture_for_call("far")
     assert carried == (None, ("a list",), changed, True)
     assert settle(("its result", "a token")) == "its result"
     assert calls == ["settled", "settled", "a token"]

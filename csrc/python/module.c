@@ -7,6 +7,7 @@
 #include "python/collectives/mail.h"
 #include "python/modules/call.h"
 #include "python/modules/chain.h"
+#include "python/modules/serve_chain.h"
 #include "python/modules/context.h"
 #include "python/modules/gradients.h"
 #include "python/modules/lineup.h"
@@ -40,7 +41,7 @@ module_exec(PyObject *module)
         smp_session_binding_add(module) < 0 || smp_codec_add(module) < 0 ||
         smp_nodes_add(module) < 0 || smp_step_add(module) < 0 ||
         smp_call_add(module) < 0 || smp_context_add(module) < 0 ||
-        smp_chain_add(module) < 0 || smp_gradients_add_functions(module) < 0 ||
+        smp_chain_add(module) < 0 || smp_serve_chain_add(module) < 0 || smp_gradients_add_functions(module) < 0 ||
         smp_python_add_comm(module) < 0 || smp_comm_add(module) < 0 ||
         smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||
         smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||

@@ -183,7 +183,7 @@ class Config:
     deterministic_server: bool = flag()  # all replicas run requests in one order
     static_mode: bool = flag()
     static_mode_recording_steps: int = whole(5, at_least=1)
-    fast_mode: bool = flag()
+    fast_mode: bool = flag(True)
     skip_tracing: bool = flag()
     offload_activations: bool = flag()
     activation_loading_horizon: int = whole(4, at_least=1)

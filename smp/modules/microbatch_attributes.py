@@ -92,6 +92,8 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
         if _core.in_backward():
             self._set_in_backward(module, kept, values, microbatch, value)
             return
+        if kept.unseen:
+            _core.refuse_foreseen()
         if values is None:
             values = _values[id(module), self.name] = _Values(module)
         if kept.counted and microbatch not in values.by_microbatch:

@@ -20,7 +20,7 @@ from smp.pytorch import accelerator
 class Placeholder(Tensor):
     """A tensor of another rank; plain in all but its class, once its values are here."""
 
-    _smp_origin: tuple  # arguments of _core.fetch_output
+    _smp_origin: tuple[Any, tuple[int, int], int]  # its call, its place there, and the link
     _smp_values: Tensor | None
 
     @staticmethod
@@ -57,10 +57,25 @@ class Placeholder(Tensor):
         )
 
     def fetched(self) -> Tensor:
-        """The values, without a gradient."""
+        """The values, without a gradient, for a use by the caller."""
+        call, place, link = self._smp_origin
+        _core.touch_output(self, call, link)
         if self._smp_values is None:
-            self._smp_values = _core.fetch_output(*self._smp_origin)
+            [self._smp_values] = _core.fetch_outputs(call, [place])
         return self._smp_values
+
+    @staticmethod
+    def fetch_all(placeholders: list["Placeholder"]) -> None:
+        """Fetch the values before their owner forgets them, of each call in one request."""
+        missing: dict[int, list[Placeholder]] = {}
+        for one in placeholders:
+            if one._smp_values is None:
+                missing.setdefault(id(one._smp_origin[0]), []).append(one)
+        for ones in missing.values():
+            call = ones[0]._smp_origin[0]
+            values = _core.fetch_outputs(call, [one._smp_origin[1] for one in ones])
+            for one, its in zip(ones, values, strict=True):
+                one._smp_values = its
 
     def _plain(self) -> Tensor:
         """A tensor of torch's class, in the same graph."""

@@ -21,7 +21,6 @@ from smp.modules import (
     gates,
     remote_tensors,
     stand_ins,
-    stores,
     travelling_changes,
 )
 from smp.modules.pins import pin_of
@@ -180,7 +179,6 @@ def chainable(
     named = dict(root.named_modules())
     stateful = (turns.modules, turns.reads, turns.carried, turns.own, turns.restored)
     kept = {path for table in stateful for path in table}
-    kept |= {path for path, names in stores.stored(named).items() if names}
     never = {id(named[path]) for path in (*kept, *changing)}
     found = []
     for entry in entries:

@@ -52,7 +52,7 @@ def capture() -> tuple | None:
     return _inference(), autocast, default
 
 
-def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | None:
+def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None, bool] | None:
     """The state carried by a remote call, and the function for its result.  The state is that
     of :func:`capture`, the context variables, the caller's changes of modules of other ranks,
     and the chain of collectives.
@@ -61,8 +61,8 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | N
         path: of the called module.
 
     Returns:
-        the state for :func:`serve_with_state`, and what to call with that one's result, for
-        the module's own.
+        the state for :func:`serve_with_state`, what to call with that one's result, for the
+        module's own, and whether the call may be in a chain of calls.
     """
     call_warnings.warn_of_modes(path)
     state, made = capture(), travelling_changes.travelling()
@@ -71,8 +71,9 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | N
     if collected is None and state is None and not made and not link:
         return None
     values = () if collected is None else collected.values
+    chains = not link and (state is None or not state[0])  # inference: no counts of changes
     if collected is None and not link:
-        return (state, values, made, link), None
+        return (state, values, made, link), None, chains
 
     def settle(value: Any) -> Any:
         if collected is not None:
@@ -82,7 +83,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None] | N
             chain.take(token)
         return value
 
-    return (state, values, made, link), settle
+    return (state, values, made, link), settle, chains
 
 
 def capture_for_backward() -> tuple | None:

@@ -8,6 +8,7 @@
 #include "python/modules/chain.h"
 #include "python/modules/hooks.h"
 #include "python/modules/nodes.h"
+#include "python/modules/object_changes.h"
 #include "python/modules/reach.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
@@ -140,6 +141,7 @@ static int
 apply_nodes(smp_call_object *call, const smp_pack *pack, uint64_t unreached,
             smp_unpack *unpack)
 {
+    PyObject *inputs;
     PyObject *outputs;
 
     call->outputs = smp_unpack_in_graph(unpack);
@@ -149,7 +151,11 @@ apply_nodes(smp_call_object *call, const smp_pack *pack, uint64_t unreached,
     if (PyList_GET_SIZE(call->outputs) == 0) {
         return 0;
     }
-    outputs = smp_nodes_apply(call, pack, unreached);
+    inputs = PyList_New(0);
+    outputs = inputs == NULL || smp_pack_add_in_graph(pack, inputs) < 0
+                  ? NULL
+                  : smp_nodes_apply(call, inputs, unreached, false);
+    Py_XDECREF(inputs);
     if (outputs == NULL) {
         return -1;
     }
@@ -176,32 +182,6 @@ apply_dirty(PyObject *dirty, smp_unpack *unpack)
     return 0;
 }
 
-/* Writes the callee's changes back into the caller's lists, dicts and objects. */
-static int
-apply_changes(smp_unpack *unpack, const smp_pack *pack, bool *changed)
-{
-    uint32_t count;
-
-    if (smp_unpack_u32(unpack, &count) < 0) {
-        return -1;
-    }
-    *changed = count > 0;
-    for (uint32_t i = 0; i < count; i++) {
-        uint32_t number;
-
-        if (smp_unpack_u32(unpack, &number) < 0) {
-            return -1;
-        }
-        if (number >= pack->nobjects) {
-            return smp_malformed("a changed object that is none");
-        }
-        if (smp_unpack_contents_into(unpack, pack->objects[number]) < 0) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
 /* Makes the caller's values of a response.  Takes the response. */
 static PyObject *
 finish(smp_call_object *call, bool in_graph, const smp_call_site *site,
@@ -214,7 +194,6 @@ finish(smp_call_object *call, bool in_graph, const smp_call_site *site,
     PyObject       *dirty = NULL;
     PyObject       *value = NULL;
     bool            written = false;
-    bool            changed = false;
 
     if (smp_unpack_init(&unpack, smp_the_session.comm, response, &arguments, false,
                         false) < 0 ||
@@ -225,8 +204,8 @@ finish(smp_call_object *call, bool in_graph, const smp_call_site *site,
     }
     value = smp_unpack_value(&unpack);
     if (value != NULL &&
-        (apply_changes(&unpack, pack, &changed) < 0 ||
-         (!changed && PyList_GET_SIZE(dirty) == 0 && !written &&
+        (smp_object_changes_apply(&unpack, pack) < 0 ||
+         (PyList_GET_SIZE(dirty) == 0 && !written &&
           smp_chain_returned(smp_this_task, site, pack, &unpack) < 0))) {
         Py_CLEAR(value);
     }
@@ -391,13 +370,13 @@ done:
     return value;
 }
 
-/* Whether the call may be a chain's: with the caller's state alone, and no hooks. */
+/* Whether the call may be a chain's: without hooks. */
 static bool
 may_chain(const smp_entry *entry, uint16_t flags, PyObject *captured)
 {
     return entry->chains && !entry->nests && flags == 0 &&
            smp_this_task->backward_depth == 0 && !smp_the_session.in_sequence &&
-           (captured == Py_None || PyTuple_GET_ITEM(captured, 1) == Py_None);
+           (captured == Py_None || PyTuple_GET_ITEM(captured, 2) == Py_True);
 }
 
 static PyObject *
@@ -426,6 +405,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     }
     switch (smp_chain_replay(task, &site, &value)) {
     case 1:
+        value = settle(captured, value);
         goto done;
     case 0:
         break;

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "common/mix.h"
+#include "python/modules/object_changes.h"
 #include "python/modules/streams.h"
 #include "python/modules/wait.h"
 #include "python/values/pack_scalar.h"
@@ -45,6 +46,7 @@ typedef struct smp_trail {
     long      *versions; /* owned */
     size_t     narguments;
     size_t     n;
+    long       sequence; /* autograd's, at its end */
 } smp_trail;
 
 /* One further call of a chain. */
@@ -54,6 +56,7 @@ typedef struct {
     uint64_t      seed;
     PyObject    **tensors; /* owned: the expected arguments */
     long         *versions;
+    bool          shares; /* arguments with grad of the request: see make_follower() */
 } foreseen;
 
 typedef struct smp_chain {
@@ -61,6 +64,7 @@ typedef struct smp_chain {
     size_t      n;         /* further calls */
     size_t      at;        /* the next one, from 0 */
     foreseen   *next;      /* owned */
+    long        sequence;  /* autograd's, at the end of the call before it */
     PyObject   *node;      /* owned: Recv's; NULL: no graph */
     smp_unpack *described; /* owned: outputs of all calls but the last */
     smp_unpack  last;
@@ -184,6 +188,16 @@ free_trail(smp_trail *trail)
     }
 }
 
+/* The tensor's count of changes; -1: unknown, since it is one of inference mode. */
+static long
+version_of(PyObject *tensor)
+{
+    const long version = smp_tensor_version(tensor);
+
+    PyErr_Clear();
+    return version;
+}
+
 /* Where the tensor comes from: an argument or an output of the trail's call, unchanged
  * since.  False: from elsewhere. */
 static bool
@@ -195,17 +209,26 @@ find_source(const smp_trail *trail, PyObject *tensor, smp_chain_source *source)
             const size_t number = output ? i - trail->narguments : i;
 
             *source = (smp_chain_source)(number << 1 | output);
-            if (smp_tensor_version(tensor) == trail->versions[i]) {
-                return true;
-            }
-            PyErr_Clear();
-            return false;
+            return trail->versions[i] >= 0 && version_of(tensor) == trail->versions[i];
         }
     }
     return false;
 }
 
-/* NULL without an exception: the call does not follow from the trail's alone. */
+/* The count of nodes made by autograd on this thread; -1 with an exception. */
+static long
+sequence_now(void)
+{
+    PyObject *number = PyObject_CallNoArgs(smp_torch.sequence);
+    long      now = number == NULL ? -1 : PyLong_AsLong(number);
+
+    Py_XDECREF(number);
+    return now;
+}
+
+/* NULL without an exception: the call does not follow from the trail's alone.  The
+ * gradients of both calls for one argument are terms of the caller's sum: between them
+ * comes none from a use by the caller, so it makes no node of its own there. */
 static smp_follower *
 make_follower(const smp_trail *trail, const smp_call_site *site, const smp_pack *pack)
 {
@@ -229,9 +252,9 @@ make_follower(const smp_trail *trail, const smp_call_site *site, const smp_pack 
     for (; call->nsources < pack->ntensors; call->nsources++) {
         smp_chain_source *source = &call->sources[call->nsources];
 
-        /* Gradients of both calls for one argument are terms of the caller's sum. */
         if (!find_source(trail, pack->tensors[call->nsources], source) ||
-            ((*source & 1) == 0 && pack->in_graph[call->nsources])) {
+            ((*source & 1) == 0 && pack->in_graph[call->nsources] &&
+             sequence_now() != trail->sequence)) {
             goto none;
         }
     }
@@ -289,26 +312,22 @@ smp_chain_returned(smp_task *task, const smp_call_site *site, const smp_pack *pa
     *trail = (smp_trail){.link = link,
                          .owner = smp_the_session.entries[site->entry].owner,
                          .grad = site->grad,
-                         .narguments = pack->ntensors};
+                         .narguments = pack->ntensors,
+                         .sequence = sequence_now()};
     trail->tensors =
         malloc((pack->ntensors + outputs->ntensors + 1) * sizeof(PyObject *));
     trail->versions =
         malloc((pack->ntensors + outputs->ntensors + 1) * sizeof(*trail->versions));
-    if (trail->tensors == NULL || trail->versions == NULL) {
+    if (trail->tensors == NULL || trail->versions == NULL || trail->sequence < 0) {
         free_trail(trail);
-        PyErr_NoMemory();
-        return -1;
+        return PyErr_Occurred() == NULL ? (PyErr_NoMemory(), -1) : -1;
     }
     while (trail->n < pack->ntensors + outputs->ntensors) {
         PyObject *tensor = trail->n < pack->ntensors
                                ? pack->tensors[trail->n]
                                : outputs->tensors[trail->n - pack->ntensors];
 
-        trail->versions[trail->n] = smp_tensor_version(tensor);
-        if (trail->versions[trail->n] < 0) {
-            free_trail(trail);
-            return -1;
-        }
+        trail->versions[trail->n] = version_of(tensor);
         trail->tensors[trail->n++] = Py_NewRef(tensor);
     }
     free_trail(task->trail);
@@ -477,11 +496,61 @@ add_in_graph(PyObject *list, const smp_unpack *unpack)
     return failed ? -1 : 0;
 }
 
+/* The request's tensors with requires_grad, of each call in turn (new). */
+static PyObject *
+inputs_of(smp_chain *chain, const smp_pack *pack)
+{
+    PyObject *inputs = PyList_New(0);
+    size_t    most = pack->ntensors;
+    int32_t  *former; /* by tensor of the former call: its number in the request, or -1 */
+    int32_t  *its;
+    int       failed = inputs == NULL ? -1 : smp_pack_add_in_graph(pack, inputs);
+
+    for (size_t i = 0; i < chain->n; i++) {
+        most = chain->next[i].call->nsources > most ? chain->next[i].call->nsources
+                                                    : most;
+    }
+    former = malloc((most + 1) * sizeof(*former));
+    its = malloc((most + 1) * sizeof(*its));
+    if (former == NULL || its == NULL) {
+        PyErr_NoMemory();
+        failed = -1;
+    }
+    for (size_t j = 0; failed == 0 && j < pack->ntensors; j++) {
+        former[j] = (int32_t)j;
+    }
+    for (size_t i = 0; failed == 0 && i < chain->n; i++) {
+        foreseen           *next = &chain->next[i];
+        const smp_follower *call = next->call;
+        int32_t            *swap;
+
+        for (size_t j = 0; failed == 0 && j < call->nsources; j++) {
+            const smp_chain_source source = call->sources[j];
+
+            its[j] = source & 1 ? -1 : former[source >> 1];
+            if (its[j] >= 0 && pack->in_graph[its[j]]) {
+                next->shares = true;
+                failed = PyList_Append(inputs, pack->tensors[its[j]]);
+            }
+        }
+        swap = former;
+        former = its;
+        its = swap;
+    }
+    free(former);
+    free(its);
+    if (failed < 0) {
+        Py_CLEAR(inputs);
+    }
+    return inputs;
+}
+
 /* Makes the caller's half of the graph, for the outputs of all calls. */
 static int
 make_graph(smp_chain *chain, smp_call_object *call, const smp_pack *pack,
            uint64_t unreached)
 {
+    PyObject  *inputs;
     PyObject  *outputs;
     Py_ssize_t at = 0;
     int        failed = 0;
@@ -501,7 +570,9 @@ make_graph(smp_chain *chain, smp_call_object *call, const smp_pack *pack,
     if (PyList_GET_SIZE(call->outputs) == 0) {
         return 0;
     }
-    outputs = smp_nodes_apply(call, pack, unreached);
+    inputs = inputs_of(chain, pack);
+    outputs = inputs == NULL ? NULL : smp_nodes_apply(call, inputs, unreached, true);
+    Py_XDECREF(inputs);
     if (outputs == NULL) {
         return -1;
     }
@@ -514,8 +585,8 @@ make_graph(smp_chain *chain, smp_call_object *call, const smp_pack *pack,
     return chain->node == NULL ? -1 : failed;
 }
 
-/* Tells each placeholder where its values are: (call, number of the call in the chain,
- * number among its tensors, link). */
+/* Tells each placeholder where its values are: (call, (number of the call in the chain,
+ * number among its tensors), link). */
 static int
 label(smp_chain *chain, smp_call_object *call, smp_task *task)
 {
@@ -529,7 +600,7 @@ label(smp_chain *chain, smp_call_object *call, smp_task *task)
         for (size_t j = 0; j < unpack->ntensors; j++) {
             PyObject *tensor = unpack->tensors[j];
             PyObject *origin =
-                Py_BuildValue("OnnK", call, (Py_ssize_t)i, (Py_ssize_t)j,
+                Py_BuildValue("O(nn)K", call, (Py_ssize_t)i, (Py_ssize_t)j,
                               (unsigned long long)(uintptr_t)chain->next[i].link);
             PyObject *weak = origin == NULL ? NULL : PyWeakref_NewRef(tensor, NULL);
             int       failed = weak == NULL ||
@@ -573,10 +644,7 @@ expect_arguments(smp_chain *chain, const smp_pack *pack)
             }
             next->tensors[j] =
                 Py_NewRef(source & 1 ? outputs->tensors[number] : former[number]);
-            next->versions[j] = smp_tensor_version(next->tensors[j]);
-            if (next->versions[j] < 0) {
-                return -1;
-            }
+            next->versions[j] = version_of(next->tensors[j]);
         }
         former = next->tensors;
         nformer = next->call->nsources;
@@ -584,12 +652,27 @@ expect_arguments(smp_chain *chain, const smp_pack *pack)
     return 0;
 }
 
+/* The value of a call (new), and its changes of objects among its arguments. */
+static PyObject *
+read_outputs(smp_unpack *outputs, const smp_pack *pack)
+{
+    smp_arguments arguments = smp_pack_arguments(pack);
+    PyObject     *value;
+
+    outputs->request = &arguments;
+    value = smp_unpack_value(outputs);
+    if (value != NULL && smp_object_changes_apply(outputs, pack) < 0) {
+        Py_CLEAR(value);
+    }
+    outputs->request = NULL;
+    return value;
+}
+
 PyObject *
 smp_chain_begin(smp_task *task, const smp_call_site *site, const smp_chain_plan *plan,
                 smp_call_object *call, const smp_pack *pack, smp_message *response)
 {
     const uint64_t unreached = smp_message_envelope(response)->seed;
-    smp_arguments  arguments = smp_pack_arguments(pack);
     smp_chain     *chain = calloc(1, sizeof(*chain));
     PyObject      *value = NULL;
 
@@ -618,12 +701,11 @@ smp_chain_begin(smp_task *task, const smp_call_site *site, const smp_chain_plan 
     }
     call->open = true;
     if (read_described(chain) < 0 || make_graph(chain, call, pack, unreached) < 0 ||
-        label(chain, call, task) < 0 || expect_arguments(chain, pack) < 0) {
+        label(chain, call, task) < 0 || expect_arguments(chain, pack) < 0 ||
+        (chain->sequence = sequence_now()) < 0) {
         goto fail;
     }
-    chain->described[0].request = &arguments;
-    value = smp_unpack_value(&chain->described[0]);
-    chain->described[0].request = NULL;
+    value = read_outputs(&chain->described[0], pack);
     if (value == NULL) {
         goto fail;
     }
@@ -642,8 +724,8 @@ is_untouched(const smp_chain *chain, PyObject *tensor, long version)
     PyObject *found;
     bool      same;
 
-    if (smp_tensor_version(tensor) != version) {
-        return PyErr_Occurred() == NULL ? 0 : -1;
+    if (version < 0 || version_of(tensor) != version) {
+        return 0;
     }
     if (!smp_is_placeholder(tensor)) {
         return 1;
@@ -694,7 +776,6 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
 {
     smp_chain      *chain = task->chain;
     const foreseen *next;
-    smp_arguments   arguments;
     smp_unpack     *outputs;
     smp_pack        pack;
     int             same = 0;
@@ -707,7 +788,8 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
     pack.parts = SMP_PACK_NUMBERED;
     pack.graph = false;
     if (site->chains && site->entry == next->call->entry &&
-        site->before == next->call->before && site->grad == chain->grad) {
+        site->before == next->call->before && site->grad == chain->grad &&
+        (!next->shares || sequence_now() == chain->sequence)) {
         same = smp_call_draw(site);
     }
     if (same == 0 && site->drawn && site->seed == next->seed) {
@@ -732,10 +814,7 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
     }
     chain->at++;
     outputs = chain->at < chain->n ? &chain->described[chain->at] : &chain->last;
-    arguments = smp_pack_arguments(&pack);
-    outputs->request = &arguments;
-    *value = smp_unpack_value(outputs);
-    outputs->request = NULL;
+    *value = read_outputs(outputs, &pack);
     if (chain->at == chain->n) {
         task->chain = NULL;
         if (*value != NULL && smp_chain_returned(task, site, &pack, outputs) < 0) {
@@ -792,36 +871,44 @@ smp_chain_leave(smp_task *task)
 
 /* --------------------------------------------------------------------- the fetching */
 
-/* fetch_output(call, number, tensor, link) -> the values of an output of a chain. */
-static PyObject *
-py_fetch_output(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
+/* Asks the owner for outputs of the call's chain. */
+static smp_message *
+ask_for(const smp_call_object *call, PyObject *places)
 {
-    smp_session     *session = &smp_the_session;
-    smp_task        *task = smp_this_task;
+    smp_session *session = &smp_the_session;
+    smp_envelope envelope = {.kind = SMP_MSG_FORWARD,
+                             .phase = (uint8_t)smp_this_task->phase,
+                             .flags = SMP_FLAG_FETCH,
+                             .microbatch = call->microbatch,
+                             .step = session->step,
+                             .entry = call->entry,
+                             .call = smp_server_next_call(session->server),
+                             .about = call->call};
+    smp_pack     pack;
+    int          failed;
+
+    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(call->owner), NULL);
+    failed = smp_pack_value(&pack, places) < 0 || smp_pack_send(&pack, &envelope) < 0;
+    smp_pack_fini(&pack);
+    return failed ? NULL
+                  : smp_session_wait(envelope.call, SMP_WAIT_OUTPUTS, call->entry);
+}
+
+/* fetch_outputs(call, places) -> list of values of outputs of a chain. */
+static PyObject *
+py_fetch_outputs(PyObject *unused, PyObject *args)
+{
     smp_call_object *call;
-    smp_envelope     envelope;
+    PyObject        *places;
     smp_message     *response;
     smp_unpack       unpack;
-    smp_pack         pack;
-    PyObject        *value = NULL;
-    unsigned long    number;
-    unsigned long    tensor;
-    smp_link        *link;
-    int              failed;
+    PyObject        *values = NULL;
 
     (void)unused;
-    if (nargs != 4) {
-        PyErr_SetString(PyExc_TypeError, "fetch_output(call, number, tensor, link)");
+    if (!PyArg_ParseTuple(args, "OO!", &call, &PyList_Type, &places)) {
         return NULL;
     }
-    call = (smp_call_object *)args[0];
-    number = PyLong_AsUnsignedLong(args[1]);
-    tensor = PyLong_AsUnsignedLong(args[2]);
-    link = PyLong_AsVoidPtr(args[3]);
-    if (PyErr_Occurred() != NULL) {
-        return NULL;
-    }
-    if (task == NULL || !call->open || !smp_call_is_of_this_step(call)) {
+    if (smp_this_task == NULL || !call->open || !smp_call_is_of_this_step(call)) {
         PyErr_Format(
             PyExc_RuntimeError,
             "smp: an output of module '%U' on pp_rank %d is read for the first "
@@ -830,35 +917,63 @@ py_fetch_output(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
             call->path, call->owner);
         return NULL;
     }
-    unlink_next(link, true); /* from now on this call's outputs come as tensors */
-    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(call->owner), NULL);
-    envelope = (smp_envelope){.kind = SMP_MSG_FORWARD,
-                              .phase = (uint8_t)task->phase,
-                              .flags = SMP_FLAG_FETCH,
-                              .microbatch = call->microbatch,
-                              .step = session->step,
-                              .entry = call->entry,
-                              .call = smp_server_next_call(session->server),
-                              .about = call->call};
-    failed = smp_pack_u32(&pack, (uint32_t)number) < 0 ||
-             smp_pack_u32(&pack, (uint32_t)tensor) < 0 ||
-             smp_pack_send(&pack, &envelope) < 0;
-    smp_pack_fini(&pack);
-    response =
-        failed ? NULL : smp_session_wait(envelope.call, SMP_WAIT_OUTPUTS, call->entry);
+    response = ask_for(call, places);
     if (response == NULL) {
         return NULL;
     }
-    if (smp_unpack_init(&unpack, session->comm, response, NULL, false, false) == 0) {
-        value = smp_unpack_value(&unpack);
+    if (smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false, false) ==
+        0) {
+        values = smp_unpack_value(&unpack);
     }
     smp_unpack_fini(&unpack);
-    return value;
+    return values;
+}
+
+/* Whether a foreseen call has the tensor as an argument. */
+static bool
+is_expected(const smp_chain *chain, const PyObject *tensor)
+{
+    for (size_t i = chain->at; i < chain->n; i++) {
+        for (size_t j = 0; j < chain->next[i].call->nsources; j++) {
+            if (chain->next[i].tensors[j] == tensor) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* touch_output(tensor, call, link): the caller uses an output of a chain.  From the next
+ * step on the chain ends at its call.  In this one the calls after it that have the
+ * tensor are made singly: autograd adds up gradients in the order of uses. */
+static PyObject *
+py_touch_output(PyObject *unused, PyObject *args)
+{
+    smp_task          *task = smp_this_task;
+    PyObject          *tensor;
+    smp_call_object   *call;
+    unsigned long long link;
+
+    (void)unused;
+    if (!PyArg_ParseTuple(args, "OOK", &tensor, &call, &link)) {
+        return NULL;
+    }
+    if (task == NULL || !smp_call_is_of_this_step(call)) {
+        Py_RETURN_NONE;
+    }
+    unlink_next((smp_link *)(uintptr_t)link, true);
+    if (task->chain != NULL && is_expected(task->chain, tensor)) {
+        free_chain(task->chain);
+        task->chain = NULL;
+    }
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
-    {"fetch_output", __extension__(PyCFunction)(void (*)(void)) py_fetch_output,
-     METH_FASTCALL, "fetch_output(call, number, tensor, link) -> tensor"},
+    {"touch_output", py_touch_output, METH_VARARGS,
+     "touch_output(tensor, call, link): the caller uses an output of a chain"},
+    {"fetch_outputs", py_fetch_outputs, METH_VARARGS,
+     "fetch_outputs(call, [(number of the call, number of its tensor)...]) -> tensors"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,8 +10,8 @@
  *
  *     request    the first call's values | count | for each further call: head, values
  *                around its tensors, the source of each of these
- *     response   for each call but the last: descriptions of its outputs | the last
- *                one's outputs
+ *     response   for each call but the last: descriptions of its outputs, and of the
+ *                contents of changed objects | the last one's
  *
  * Autograd   One Send and one Recv serve the whole chain.  Recv's outputs are those of
  *            all calls; an untouched placeholder has no gradient.
@@ -90,7 +90,7 @@ int smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
                      smp_message *response);
 
 /* Learns from a call outside a chain: once its arguments are packed, and once its
- * outputs are here.  The second is for calls without a change of their caller's values.
+ * outputs are here.  The second is for calls without a change of their caller's tensors.
  * 0, or -1 with an exception. */
 int smp_chain_called(smp_task *task, const smp_call_site *site, const smp_pack *pack);
 int smp_chain_returned(smp_task *task, const smp_call_site *site, const smp_pack *pack,

@@ -9,6 +9,7 @@
 
 static PyTypeObject *context_type;
 static PyObject     *name_context;
+static PyObject     *name_first;
 static PyObject     *name_materialize;
 
 static void
@@ -22,6 +23,7 @@ context_dealloc(PyObject *object)
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->gradients);
     Py_XDECREF(self->node);
+    Py_XDECREF(self->enters);
     Py_XDECREF(self->held);
     free(self->entries);
     type->tp_free(object);
@@ -36,6 +38,7 @@ smp_context_drop(smp_context *context)
     if (context != NULL) {
         Py_CLEAR(context->outputs);
         Py_CLEAR(context->node);
+        Py_CLEAR(context->enters);
         Py_DECREF(context);
     }
 }
@@ -46,12 +49,45 @@ smp_context_drop(smp_context *context)
 static PyObject *
 enter_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {
+    smp_context *self;
+    PyObject    *first;
+    int          failed;
+
     (void)unused;
     if (nargs != 3 || PyObject_SetAttr(args[0], name_context, args[1]) < 0 ||
         PyObject_SetAttr(args[0], name_materialize, Py_False) < 0) {
         return NULL;
     }
-    return PyList_AsTuple(((smp_context *)args[1])->inputs);
+    self = (smp_context *)args[1];
+    first = PyLong_FromSize_t(self->ninputs);
+    failed = first == NULL ? -1 : PyObject_SetAttr(args[0], name_first, first);
+    Py_XDECREF(first);
+    return failed < 0 ? NULL : PyList_AsTuple(self->inputs);
+}
+
+/* The gradients of one Enter, in the list of all. */
+static int
+keep_gradients(smp_context *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject  *number = PyObject_GetAttr(args[0], name_first);
+    Py_ssize_t first = number == NULL ? -1 : PyLong_AsSsize_t(number);
+
+    Py_XDECREF(number);
+    if (first < 0) {
+        return -1;
+    }
+    if (self->gradients == NULL) {
+        self->gradients = PyList_New((Py_ssize_t)self->ninputs);
+        for (size_t i = 0; self->gradients != NULL && i < self->ninputs; i++) {
+            PyList_SET_ITEM(self->gradients, (Py_ssize_t)i, Py_NewRef(Py_None));
+        }
+    }
+    for (Py_ssize_t i = 1; self->gradients != NULL && i < nargs; i++) {
+        if (PyList_SetItem(self->gradients, first + i - 1, Py_NewRef(args[i])) < 0) {
+            return -1;
+        }
+    }
+    return self->gradients == NULL ? -1 : 0;
 }
 
 /* Enter.backward(ctx, *gradients) -> None, None */
@@ -59,7 +95,7 @@ static PyObject *
 enter_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {
     smp_context *self = (smp_context *)PyObject_GetAttr(args[0], name_context);
-    PyObject    *gradients;
+    int          failed;
 
     (void)unused;
     if (self == NULL) {
@@ -78,13 +114,9 @@ enter_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         Py_DECREF(self);
         return NULL;
     }
-    gradients = PyTuple_New(nargs - 1);
-    for (Py_ssize_t i = 1; gradients != NULL && i < nargs; i++) {
-        PyTuple_SET_ITEM(gradients, i - 1, Py_NewRef(args[i]));
-    }
-    Py_XSETREF(self->gradients, gradients);
+    failed = keep_gradients(self, args, nargs);
     Py_DECREF(self);
-    return gradients == NULL ? NULL : PyTuple_Pack(2, Py_None, Py_None);
+    return failed < 0 ? NULL : PyTuple_Pack(2, Py_None, Py_None);
 }
 
 /* ---------------------------------------------------------------------- forward */
@@ -104,42 +136,61 @@ smp_context_new(const smp_envelope *envelope)
     return self;
 }
 
+PyObject *
+smp_context_enter_again(smp_context *context, PyObject *inputs)
+{
+    const size_t first = context->ninputs;
+    PyObject    *outputs;
+    PyObject    *node;
+    PyObject    *number = NULL;
+    int          failed = -1;
+
+    context->inputs = Py_NewRef(inputs);
+    outputs = PyObject_Vectorcall(
+        smp_the_session.enter_apply,
+        (PyObject *const[]){(PyObject *)context, smp_the_session.leaf}, 2, NULL);
+    Py_CLEAR(context->inputs);
+    if (outputs == NULL) {
+        return NULL;
+    }
+    context->ninputs += (size_t)PyList_GET_SIZE(inputs);
+    node = PyObject_GetAttr(PyTuple_GET_ITEM(outputs, 0), smp_names.grad_fn);
+    if (context->enters == NULL) {
+        context->enters = PyDict_New();
+    }
+    if (node != NULL && context->enters != NULL) {
+        number = PyLong_FromSize_t(first);
+        failed = number == NULL ? -1 : PyDict_SetItem(context->enters, node, number);
+    }
+    if (context->node == NULL) {
+        context->node = Py_XNewRef(node);
+    }
+    Py_XDECREF(number);
+    Py_XDECREF(node);
+    if (failed < 0) {
+        Py_CLEAR(outputs);
+    }
+    return outputs;
+}
+
 smp_context *
 smp_context_enter(smp_unpack *unpack, const smp_envelope *envelope)
 {
     smp_context *self = smp_context_new(envelope);
-    PyObject    *outputs;
+    PyObject    *inputs = self == NULL ? NULL : smp_unpack_in_graph(unpack);
+    PyObject    *outputs = NULL;
 
-    if (self == NULL) {
-        return NULL;
+    if (inputs != NULL && PyList_GET_SIZE(inputs) > 0 &&
+        (outputs = smp_context_enter_again(self, inputs)) != NULL) {
+        smp_unpack_exchange(unpack, outputs);
     }
-    self->inputs = smp_unpack_in_graph(unpack);
-    if (self->inputs == NULL) {
-        goto err;
+    if (inputs == NULL || (outputs == NULL && PyList_GET_SIZE(inputs) > 0)) {
+        smp_context_drop(self);
+        self = NULL;
     }
-    self->ninputs = (size_t)PyList_GET_SIZE(self->inputs);
-    if (self->ninputs == 0) {
-        Py_CLEAR(self->inputs);
-        return self;
-    }
-    outputs = PyObject_Vectorcall(
-        smp_the_session.enter_apply,
-        (PyObject *const[]){(PyObject *)self, smp_the_session.leaf}, 2, NULL);
-    Py_CLEAR(self->inputs);
-    if (outputs == NULL) {
-        goto err;
-    }
-    smp_unpack_exchange(unpack, outputs);
-    self->node = PyObject_GetAttr(PyTuple_GET_ITEM(outputs, 0), smp_names.grad_fn);
-    Py_DECREF(outputs);
-    if (self->node == NULL) {
-        goto err;
-    }
+    Py_XDECREF(inputs);
+    Py_XDECREF(outputs);
     return self;
-
-err:
-    smp_context_drop(self);
-    return NULL;
 }
 
 /* Finds the arguments unreached by the outputs. */
@@ -147,7 +198,7 @@ static int
 find_unreached(smp_context *context)
 {
     return smp_reach(&PyTuple_GET_ITEM(context->outputs, 0),
-                     (size_t)PyTuple_GET_SIZE(context->outputs), context->node,
+                     (size_t)PyTuple_GET_SIZE(context->outputs), context->enters,
                      context->ninputs, &context->unreached);
 }
 
@@ -195,6 +246,7 @@ smp_context_keep(smp_context *context, PyObject *outputs, uint64_t call)
         Py_XDECREF(key);
     }
     Py_CLEAR(context->node); /* the outputs keep the graph, until their backward */
+    Py_CLEAR(context->enters);
     return failed;
 }
 
@@ -290,9 +342,10 @@ int
 smp_context_add(PyObject *module)
 {
     name_context = PyUnicode_InternFromString("context");
+    name_first = PyUnicode_InternFromString("first");
     name_materialize = PyUnicode_InternFromString("materialize_grads");
     context_type = (PyTypeObject *)PyType_FromSpec(&context_spec);
-    if (name_context == NULL || name_materialize == NULL || context_type == NULL) {
+    if (name_context == NULL || name_first == NULL || name_materialize == NULL || context_type == NULL) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);

@@ -22,10 +22,11 @@ typedef struct {
     uint64_t  order;
     PyObject *inputs;    /* while Enter is built: list of the request's tensors */
     PyObject *outputs;   /* tuple: the outputs with requires_grad */
-    PyObject *gradients; /* tuple: gradients at Enter; NULL: none */
-    size_t    ninputs;   /* tensors of the request with requires_grad */
-    uint64_t  unreached; /* of them: reach.h */
-    PyObject *node;      /* Enter's, while the forward runs */
+    PyObject *gradients; /* list: gradients at Enter, or None; NULL: none yet */
+    size_t    ninputs;   /* tensors of the request with requires_grad: reach.h */
+    uint64_t  unreached; /* of them */
+    PyObject *node;      /* Enter's, of the request's own call, while the forward runs */
+    PyObject *enters;    /* dict: each Enter's node -> its first input; likewise */
     uint64_t  count;     /* requests of the microbatch when the forward ended */
     uint64_t  seed;      /* the request's */
     int32_t  *entries;   /* owned: of a chain's calls; NULL: entry alone */
@@ -44,6 +45,12 @@ smp_context *smp_context_new(const smp_envelope *envelope);
 /* The context of another forward (new); an Enter node's outputs replace the tensors
  * with requires_grad. */
 smp_context *smp_context_enter(smp_unpack *unpack, const smp_envelope *envelope);
+
+/* Enter once more, for a further call of a chain.
+ *
+ * inputs   list of tensors.
+ * Returns  Enter's outputs, a tuple (new). */
+PyObject *smp_context_enter_again(smp_context *context, PyObject *inputs);
 
 /* Keeps the outputs with requires_grad, a list, until the backward of `call`; and held,
  * where it is set.  Without either, nothing. */

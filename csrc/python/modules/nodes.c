@@ -113,31 +113,32 @@ recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     return PyList_AsTuple(((smp_call_object *)args[1])->outputs);
 }
 
-/* Runs Send on the request's tensors with requires_grad, without the unreached. */
+/* Runs Send on the inputs, without the unreached. */
 static PyObject *
-apply_send(smp_call_object *call, const smp_pack *pack, uint64_t unreached)
+apply_send(smp_call_object *call, PyObject *inputs, uint64_t unreached, bool last_first)
 {
-    smp_session *session = &smp_the_session;
-    PyObject    *fixed[10];
-    PyObject   **args = fixed;
-    size_t       nargs = 2;
-    size_t       input = 0;
-    PyObject    *token;
+    const Py_ssize_t n = PyList_GET_SIZE(inputs);
+    PyObject        *fixed[10];
+    PyObject       **args = fixed;
+    size_t           nargs = 2;
+    PyObject        *token;
 
-    if (pack->ntensors + 2 > sizeof(fixed) / sizeof(fixed[0])) {
-        args = PyMem_Malloc((pack->ntensors + 2) * sizeof(*args));
+    if ((size_t)n + 2 > sizeof(fixed) / sizeof(fixed[0])) {
+        args = PyMem_Malloc(((size_t)n + 2) * sizeof(*args));
         if (args == NULL) {
             return PyErr_NoMemory();
         }
     }
     args[0] = (PyObject *)call;
-    args[1] = session->leaf;
-    for (size_t i = 0; i < pack->ntensors; i++) {
-        if (pack->in_graph[i] && smp_is_reached(unreached, input++)) {
-            args[nargs++] = pack->tensors[i];
+    args[1] = smp_the_session.leaf;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        const Py_ssize_t input = last_first ? n - 1 - i : i;
+
+        if (smp_is_reached(unreached, (size_t)input)) {
+            args[nargs++] = PyList_GET_ITEM(inputs, input);
         }
     }
-    token = PyObject_Vectorcall(session->send_apply, args, nargs, NULL);
+    token = PyObject_Vectorcall(smp_the_session.send_apply, args, nargs, NULL);
     if (args != fixed) {
         PyMem_Free(args);
     }
@@ -145,9 +146,10 @@ apply_send(smp_call_object *call, const smp_pack *pack, uint64_t unreached)
 }
 
 PyObject *
-smp_nodes_apply(smp_call_object *call, const smp_pack *pack, uint64_t unreached)
+smp_nodes_apply(smp_call_object *call, PyObject *inputs, uint64_t unreached,
+                bool last_first)
 {
-    PyObject *token = apply_send(call, pack, unreached);
+    PyObject *token = apply_send(call, inputs, unreached, last_first);
     PyObject *outputs;
 
     if (token == NULL) {

@@ -36,14 +36,16 @@ typedef struct {
 /* A new one, of zeros; NULL with an exception. */
 smp_call_object *smp_call_new(void);
 
-/* Runs Send on the request's tensors with requires_grad, without the unreached, and
- * Recv.
+/* Runs Send on the inputs, without the unreached, and Recv.
  *
  * call       its outputs: a list, not empty.
+ * inputs     list of the request's tensors with requires_grad; in a chain, of each call
+ *            in turn.
  * unreached  reach.h.
+ * last_first their gradients come in the opposite order: those of a chain.
  * Returns    Recv's outputs, a tuple (new); NULL with an exception. */
-PyObject *smp_nodes_apply(smp_call_object *call, const smp_pack *pack,
-                          uint64_t unreached);
+PyObject *smp_nodes_apply(smp_call_object *call, PyObject *inputs, uint64_t unreached,
+                          bool last_first);
 
 /* Whether the call's step is under way.  After the step the owner has no graph, and the
  * call's numbers may be another one's. */

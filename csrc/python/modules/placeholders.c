@@ -6,20 +6,30 @@
 int
 smp_placeholders_fetch(PyObject *list)
 {
-    for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++) {
-        PyObject *tensor = PyObject_CallNoArgs(PyList_GET_ITEM(list, i));
-        PyObject *done = NULL;
+    PyObject *live = NULL;
+    PyObject *done = NULL;
 
-        if (tensor != NULL && tensor != Py_None) {
-            done = PyObject_CallMethodNoArgs(tensor, smp_names.fetched);
-        } else if (tensor != NULL) {
-            done = Py_NewRef(Py_None);
-        }
+    if (list == NULL || PyList_GET_SIZE(list) == 0) {
+        return 0;
+    }
+    live = PyList_New(0);
+    for (Py_ssize_t i = 0; live != NULL && i < PyList_GET_SIZE(list); i++) {
+        PyObject *tensor = PyObject_CallNoArgs(PyList_GET_ITEM(list, i));
+        int       failed =
+            tensor == NULL || (tensor != Py_None && PyList_Append(live, tensor) < 0);
+
         Py_XDECREF(tensor);
-        Py_XDECREF(done);
-        if (done == NULL) {
-            return -1;
+        if (failed) {
+            Py_CLEAR(live);
         }
     }
-    return 0;
+    if (live != NULL) {
+        done = PyList_GET_SIZE(live) == 0
+                   ? Py_NewRef(Py_None)
+                   : PyObject_CallMethodOneArg(PyList_GET_ITEM(live, 0),
+                                               smp_names.fetch_all, live);
+    }
+    Py_XDECREF(live);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
 }

@@ -2,10 +2,10 @@
 #include "python/modules/reach.h"
 
 typedef struct {
-    PyObject *enter; /* borrowed */
-    PyObject *seen;  /* owned; set of nodes: an address is a node's as long as the set
-                        keeps that */
-    PyObject *next;  /* owned; list of nodes yet to be looked at */
+    PyObject *enters; /* borrowed; dict: node -> its first input */
+    PyObject *seen;   /* owned; set of nodes: an address is a node's as long as the set
+                         keeps that */
+    PyObject *next;   /* owned; list of nodes yet to be looked at */
     uint64_t  unreached;
 } walk;
 
@@ -13,21 +13,22 @@ typedef struct {
 static int
 arrive(walk *w, PyObject *node, PyObject *number)
 {
-    int known;
+    PyObject *first;
+    int       known;
 
     if (node == Py_None) {
         return 0;
     }
-    if (node == w->enter) {
-        size_t input = PyLong_AsSize_t(number);
+    first = PyDict_GetItemWithError(w->enters, node);
+    if (first != NULL) {
+        const size_t input = PyLong_AsSize_t(first) + PyLong_AsSize_t(number);
 
-        if (input == (size_t)-1 && PyErr_Occurred()) {
-            return -1;
-        }
         if (input < 64) {
             w->unreached &= ~((uint64_t)1 << input);
         }
-        return 0;
+    }
+    if (first != NULL || PyErr_Occurred()) {
+        return PyErr_Occurred() == NULL ? 0 : -1;
     }
     known = PySet_Contains(w->seen, node);
     if (known != 0) {
@@ -69,10 +70,10 @@ step_on(walk *w)
 }
 
 int
-smp_reach(PyObject *const *outputs, size_t noutputs, PyObject *enter, size_t ninputs,
+smp_reach(PyObject *const *outputs, size_t noutputs, PyObject *enters, size_t ninputs,
           uint64_t *unreached)
 {
-    walk w = {.enter = enter,
+    walk w = {.enters = enters,
               .unreached = ninputs >= 64 ? UINT64_MAX : ((uint64_t)1 << ninputs) - 1};
     int  failed;
 

@@ -6,9 +6,10 @@
  * and names the unreached arguments in its response; the caller's Send leaves them out.
  * The walk costs 0.1 us a node, and mostly ends soon: a residual is short.
  *
- * Inputs   The request's tensors with requires_grad, counted from 0: the outputs of
- *          Enter.  A bit each in a word, 1 for the unreached; those past the 64th count
- *          as reached.
+ * Inputs   The outputs of Enter, counted from 0: the request's tensors with
+ *          requires_grad.  In a chain each call has an Enter of its own, for such tensors
+ *          of the request; the counts go on.  A bit each in a word, 1 for the unreached;
+ *          those past the 64th count as reached.
  * Threads  The GIL is held.
  */
 #ifndef SMP_PYTHON_MODULES_REACH_H
@@ -16,12 +17,13 @@
 
 #include "python/values/torch_api.h"
 
-/* Walks from the grad_fn of the outputs, each a tensor with requires_grad, to the node
- * `enter` of so many inputs.  Ends as soon as all are reached.
+/* Walks from the grad_fn of the outputs, each a tensor with requires_grad, to Enter's
+ * nodes, of so many inputs in all.  Ends as soon as all are reached.
  *
+ * enters     dict: node -> the number of its first input.
  * unreached  written.
  * Returns    0, or -1 with an exception. */
-int smp_reach(PyObject *const *outputs, size_t noutputs, PyObject *enter,
+int smp_reach(PyObject *const *outputs, size_t noutputs, PyObject *enters,
               size_t ninputs, uint64_t *unreached);
 
 static inline bool

@@ -7,6 +7,7 @@
 #include "python/modules/context.h"
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
+#include "python/modules/object_changes.h"
 #include "python/modules/placeholders.h"
 #include "python/modules/reach.h"
 #include "python/modules/run_entry.h"
@@ -16,7 +17,6 @@
 #include "python/values/pack_scalar.h"
 #include "python/values/pack_tensor.h"
 #include "python/values/pack_value.h"
-#include "python/values/snapshot.h"
 #include "python/values/unpack_scalar.h"
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
@@ -78,47 +78,6 @@ pack_dirty(smp_pack *pack, const smp_unpack *unpack, const smp_context *context)
             if (failed) {
                 return -1;
             }
-        }
-    }
-    return 0;
-}
-
-/* Appends the new contents of the request's objects changed in place. */
-static int
-pack_changes(smp_pack *pack, const smp_unpack *unpack, const smp_entry *entry)
-{
-    uint32_t count = 0;
-
-    for (size_t i = 0; i < unpack->nobjects; i++) {
-        int changed = smp_snapshot_differs(unpack->snapshots[i], unpack->objects[i]);
-
-        if (changed < 0) {
-            return -1;
-        }
-        if (changed == 1 && smp_snapshot_is_pickle(unpack->snapshots[i])) {
-            PyErr_Format(
-                PyExc_TypeError,
-                "smp: module '%s' on pp_rank %d changed an argument of type %s in "
-                "place; "
-                "the change (a cache in it is one) cannot go back to its caller on "
-                "another "
-                "rank: return the object, or use a list, dict, set or an object "
-                "without "
-                "__slots__",
-                smp_entry_path(entry), entry->owner,
-                Py_TYPE(unpack->objects[i])->tp_name);
-            return -1;
-        }
-        count += (uint32_t)changed;
-    }
-    if (smp_pack_u32(pack, count) < 0) {
-        return -1;
-    }
-    for (size_t i = 0; count > 0 && i < unpack->nobjects; i++) {
-        if (smp_snapshot_differs(unpack->snapshots[i], unpack->objects[i]) == 1 &&
-            (smp_pack_u32(pack, (uint32_t)i) < 0 ||
-             smp_pack_contents(pack, unpack->objects[i]) < 0)) {
-            return -1;
         }
     }
     return 0;
@@ -189,7 +148,7 @@ serve_forward(smp_message *request, smp_task *task)
     }
     if (pack_dirty(&pack, &unpack, context) < 0 || smp_pack_value(&pack, value) < 0 ||
         smp_warn_of_hooks(&unpack, &pack, entry) < 0 ||
-        pack_changes(&pack, &unpack, entry) < 0 ||
+        smp_object_changes_pack(&pack, &unpack, entry) < 0 ||
         smp_session_warn_if_laden(pack.laden, entry) < 0 ||
         smp_placeholders_fetch(task->placeholders) < 0) {
         goto done;
@@ -290,23 +249,27 @@ done:
     return result == NULL ? -1 : 0;
 }
 
-/* The gradients at Enter, for each reached argument. */
+/* The gradients at Enter, for each reached argument.  A chain's last calls come first:
+ * their caller adds them up so, as those of single calls. */
 static int
 pack_gradients(smp_pack *pack, const smp_context *context)
 {
-    uint32_t count = 0;
-    int      failed;
+    const size_t n = context->ninputs;
+    uint32_t     count = 0;
+    int          failed;
 
-    for (size_t i = 0; i < context->ninputs; i++) {
+    for (size_t i = 0; i < n; i++) {
         count += smp_is_reached(context->unreached, i);
     }
     failed = smp_pack_u32(pack, count);
-    for (size_t i = 0; i < context->ninputs && failed == 0; i++) {
-        if (smp_is_reached(context->unreached, i)) {
-            failed =
-                smp_pack_value(pack, context->gradients == NULL
-                                         ? Py_None
-                                         : PyTuple_GET_ITEM(context->gradients, i));
+    for (size_t i = 0; i < n && failed == 0; i++) {
+        const size_t input = context->entries == NULL ? i : n - 1 - i;
+
+        if (smp_is_reached(context->unreached, input)) {
+            failed = smp_pack_value(
+                pack, context->gradients == NULL
+                          ? Py_None
+                          : PyList_GET_ITEM(context->gradients, (Py_ssize_t)input));
         }
     }
     return failed;

@@ -8,17 +8,23 @@
 #include "python/modules/chain.h"
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
+#include "python/modules/object_changes.h"
 #include "python/modules/placeholders.h"
 #include "python/modules/run_entry.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
 #include "python/values/pack_scalar.h"
 #include "python/values/pack_value.h"
-#include "python/values/snapshot.h"
 #include "python/values/tensor.h"
 #include "python/values/unpack_scalar.h"
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
+
+/* An argument, by the place it came from. */
+typedef struct {
+    PyObject *tensor;  /* borrowed: of the request, or an output of a call */
+    bool      request; /* the former */
+} tensor_source;
 
 /* One call under way or done. */
 typedef struct {
@@ -26,6 +32,7 @@ typedef struct {
     smp_unpack  own;
     smp_pack    pack;     /* its outputs: described for all but the last */
     long       *versions; /* owned: of its tensors, before it ran */
+    tensor_source *from;  /* owned: of its tensors; NULL: all are the request's */
 } served_call;
 
 typedef struct {
@@ -59,7 +66,7 @@ note_versions(served_call *call)
     return 0;
 }
 
-/* An exception if the call has changed an argument: the change is its caller's to know
+/* An exception if the call has changed a tensor among its arguments: the change is its caller's to know
  * before the next call. */
 static int
 check_unchanged(const served_call *call)
@@ -74,24 +81,12 @@ check_unchanged(const served_call *call)
             return -1;
         }
         if (now != before) {
-            goto changed;
-        }
-    }
-    for (size_t i = 0; i < unpack->nobjects; i++) {
-        const int differs =
-            smp_snapshot_differs(unpack->snapshots[i], unpack->objects[i]);
-
-        if (differs < 0) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "smp: a call of a chain changed an argument");
             return -1;
-        }
-        if (differs) {
-            goto changed;
         }
     }
     return 0;
-changed:
-    PyErr_SetString(PyExc_RuntimeError, "smp: a call of a chain changed an argument");
-    return -1;
 }
 
 static const char *
@@ -100,20 +95,86 @@ sized(smp_unpack *from, uint32_t *size)
     return smp_unpack_raw(from, 1) == NULL ? NULL : smp_unpack_sized(from, size);
 }
 
+/* Finds the call's tensors among those of the former one. */
+static int
+find_tensors(const served_call *former, const char *sources, uint32_t n,
+             served_call *call)
+{
+    call->from = malloc((n + 1) * sizeof(*call->from));
+    if (call->from == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        smp_chain_source source;
+        size_t           number;
+
+        memcpy(&source, sources + i * sizeof(source), sizeof(source));
+        number = source >> 1;
+        if (number >= (source & 1 ? former->pack.ntensors : former->unpack->ntensors)) {
+            return smp_malformed("a chain's tensor from nowhere");
+        }
+        call->from[i] =
+            source & 1 ? (tensor_source){former->pack.tensors[number], false}
+            : former->from == NULL
+                ? (tensor_source){former->unpack->tensors[number], true}
+                : former->from[number];
+    }
+    return 0;
+}
+
+/* Gives each call tensors of its own in the graph, as single requests do: autograd adds
+ * up a call's gradients before those of others, also of the caller. */
+static int
+enter(smp_context *context, const served_call *call, PyObject **tensors, uint32_t n)
+{
+    PyObject  *inputs = PyList_New(0);
+    PyObject  *outputs = NULL;
+    Py_ssize_t at = 0;
+    int        failed = inputs == NULL ? -1 : 0;
+
+    for (uint32_t i = 0; i < n && failed == 0; i++) {
+        PyObject *tensor = call->from[i].tensor;
+        int       grad = smp_attr_true(tensor, smp_names.requires_grad);
+
+        tensors[i] = grad < 0 ? NULL
+                     : !grad  ? Py_NewRef(tensor)
+                     : call->from[i].request
+                         ? PyObject_CallMethodNoArgs(tensor, smp_names.detach)
+                         : PyObject_CallMethodOneArg(tensor, smp_names.view_as, tensor);
+        failed = tensors[i] == NULL ? -1 : 0;
+        if (failed == 0 && grad && call->from[i].request) {
+            failed = PyList_Append(inputs, tensors[i]);
+        }
+    }
+    if (failed == 0 && PyList_GET_SIZE(inputs) > 0) {
+        outputs = smp_context_enter_again(context, inputs);
+        failed = outputs == NULL ? -1 : 0;
+    }
+    for (uint32_t i = 0; outputs != NULL && i < n; i++) {
+        if (at < PyList_GET_SIZE(inputs) && tensors[i] == PyList_GET_ITEM(inputs, at)) {
+            Py_SETREF(tensors[i], Py_NewRef(PyTuple_GET_ITEM(outputs, at)));
+            at++;
+        }
+    }
+    Py_XDECREF(inputs);
+    Py_XDECREF(outputs);
+    return failed;
+}
+
 /* Reads the next call: its arguments are tensors of the former call. */
 static int
-read_call(smp_unpack *from, const served_call *former, smp_chain_head *head,
-          served_call *call)
+read_call(smp_unpack *from, smp_context *context, const served_call *former,
+          smp_chain_head *head, served_call *call)
 {
-    smp_chain_source source;
-    const char      *bytes;
-    const char      *values;
-    const char      *sources;
-    PyObject       **tensors;
-    uint32_t         nbytes;
-    uint32_t         nvalues;
-    uint32_t         nsources;
-    int              failed = -1;
+    const char *bytes;
+    const char *values;
+    const char *sources;
+    PyObject  **tensors;
+    uint32_t    nbytes;
+    uint32_t    nvalues;
+    uint32_t    nsources;
+    int         failed;
 
     if ((bytes = sized(from, &nbytes)) == NULL ||
         (values = sized(from, &nvalues)) == NULL ||
@@ -124,33 +185,34 @@ read_call(smp_unpack *from, const served_call *former, smp_chain_head *head,
         return smp_malformed("a chain's call of %u bytes", (unsigned)nbytes);
     }
     memcpy(head, bytes, sizeof(*head));
-    if (nsources != head->nsources * sizeof(source) || head->entry < 0 ||
+    if (nsources != head->nsources * sizeof(smp_chain_source) || head->entry < 0 ||
         (size_t)head->entry >= smp_the_session.nentries) {
         return smp_malformed("a chain's call of entry %d", (int)head->entry);
     }
-    tensors = malloc((head->nsources + 1) * sizeof(PyObject *));
+    if (find_tensors(former, sources, head->nsources, call) < 0) {
+        return -1;
+    }
+    tensors = calloc(head->nsources + 1, sizeof(PyObject *));
     if (tensors == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    for (uint32_t i = 0; i < head->nsources; i++) {
-        memcpy(&source, sources + i * sizeof(source), sizeof(source));
-        if (source >> 1 >=
-            (source & 1 ? former->pack.ntensors : former->unpack->ntensors)) {
-            (void)smp_malformed("a chain's tensor from nowhere");
-            goto done;
-        }
-        tensors[i] = source & 1 ? former->pack.tensors[source >> 1]
-                                : former->unpack->tensors[source >> 1];
-    }
     call->unpack = &call->own;
-    failed =
-        smp_unpack_init_given(&call->own, values, nvalues, tensors, head->nsources) < 0
-            ? -1
-            : note_versions(call);
-done:
+    failed = enter(context, call, tensors, head->nsources) < 0 ||
+             smp_unpack_init_given(&call->own, values, nvalues, tensors,
+                                   head->nsources) < 0 ||
+             note_versions(call) < 0;
+    for (uint32_t i = 0; i < head->nsources; i++) {
+        Py_XDECREF(tensors[i]);
+    }
     free(tensors);
-    return failed;
+    return failed ? -1 : 0;
+}
+
+static void
+raise_refused(void)
+{
+    PyErr_SetString(PyExc_RuntimeError, "smp: a call of a chain sets an attribute");
 }
 
 /* The call's value (new), with its own random numbers and its own calls. */
@@ -169,15 +231,21 @@ run_call(const served_chain *chain, const smp_chain_head *head, smp_unpack *unpa
         task->entry = head->entry;
         task->number = head->number;
         if (smp_stream_seed(task, smp_mix(head->seed, 1)) == 0) {
+            task->foreseen = true;
             value = smp_run_entry(&smp_the_session.entries[head->entry], chain->flags,
                                   state == Py_None ? NULL : state, args,
                                   kwargs == Py_None ? NULL : kwargs);
+            task->foreseen = false;
             smp_chain_leave(task);
         }
     }
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
     Py_XDECREF(state);
+    if (value != NULL && task->refused) { /* the call went on without the exception */
+        Py_CLEAR(value);
+        raise_refused();
+    }
     return value;
 }
 
@@ -225,6 +293,7 @@ pack_outputs(served_chain *chain, size_t at, PyObject *value, const smp_entry *e
         }
     }
     if (smp_pack_value(&call->pack, value) < 0 ||
+        smp_object_changes_pack(&call->pack, call->unpack, entry) < 0 ||
         smp_warn_of_hooks(call->unpack, &call->pack, entry) < 0) {
         return -1;
     }
@@ -293,6 +362,7 @@ free_calls(served_chain *chain)
             smp_unpack_fini(&call->own);
         }
         free(call->versions);
+        free(call->from);
     }
     free(chain->calls);
     free(chain->entries);
@@ -339,7 +409,8 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
         if (failed || at + 1 == chain.n) {
             break;
         }
-        if (read_call(first, &chain.calls[at], &head, &chain.calls[at + 1]) == 0 &&
+        if (read_call(first, context, &chain.calls[at], &head, &chain.calls[at + 1]) ==
+                0 &&
             check_order(&chain, &head, at + 1) == 0 &&
             ((chain.flags & SMP_FLAG_GRAPH) ||
              smp_gradients_suspect(task->microbatch, head.entry) == 0)) {
@@ -359,6 +430,50 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
     return sent;
 }
 
+/* refuse_foreseen(): an exception in a call that its caller has not made yet. */
+static PyObject *
+py_refuse_foreseen(PyObject *unused, PyObject *nothing)
+{
+    (void)unused;
+    (void)nothing;
+    if (smp_this_task == NULL || !smp_this_task->foreseen) {
+        Py_RETURN_NONE;
+    }
+    smp_this_task->refused = true;
+    raise_refused();
+    return NULL;
+}
+
+/* The outputs at the places, (number of a call, number of its tensor), as a list (new). */
+static PyObject *
+held_at(const smp_context *context, PyObject *places)
+{
+    PyObject *values = PyList_New(0);
+
+    if (context->held == NULL || !PyList_Check(places)) {
+        Py_XDECREF(values);
+        (void)smp_malformed("a request for outputs that none has kept");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; values != NULL && i < PyList_GET_SIZE(places); i++) {
+        unsigned  call;
+        unsigned  number;
+        PyObject *list = NULL;
+        PyObject *tensor = NULL;
+
+        if (PyArg_ParseTuple(PyList_GET_ITEM(places, i), "II", &call, &number)) {
+            list = PyList_GetItem(context->held, (Py_ssize_t)call);
+        }
+        if (list != NULL) {
+            tensor = PyList_GetItem(list, (Py_ssize_t)number);
+        }
+        if (tensor == NULL || PyList_Append(values, tensor) < 0) {
+            Py_CLEAR(values);
+        }
+    }
+    return values;
+}
+
 bool
 smp_serve_fetch(smp_message *request)
 {
@@ -366,8 +481,8 @@ smp_serve_fetch(smp_message *request)
     const int    source = request->source;
     smp_unpack   unpack;
     smp_pack     pack;
-    uint32_t     call;
-    uint32_t     number;
+    PyObject    *places = NULL;
+    PyObject    *values = NULL;
     bool         sent = false;
     smp_context *context = smp_context_find(envelope.about);
 
@@ -375,19 +490,28 @@ smp_serve_fetch(smp_message *request)
     pack.graph = false;
     if (smp_unpack_init(&unpack, smp_the_session.comm, request, NULL, false, false) ==
             0 &&
-        smp_unpack_u32(&unpack, &call) == 0 && smp_unpack_u32(&unpack, &number) == 0 &&
-        context != NULL) {
-        PyObject *list = context->held == NULL
-                             ? NULL
-                             : PyList_GetItem(context->held, (Py_ssize_t)call);
-        PyObject *tensor =
-            list == NULL ? NULL : PyList_GetItem(list, (Py_ssize_t)number);
-
+        context != NULL && (places = smp_unpack_value(&unpack)) != NULL &&
+        (values = held_at(context, places)) != NULL) {
         envelope.kind = SMP_MSG_RESPONSE;
-        sent = tensor != NULL && smp_pack_value(&pack, tensor) == 0 &&
-               smp_pack_send(&pack, &envelope) == 0;
+        sent =
+            smp_pack_value(&pack, values) == 0 && smp_pack_send(&pack, &envelope) == 0;
     }
+    Py_XDECREF(places);
+    Py_XDECREF(values);
     smp_pack_fini(&pack);
     smp_unpack_fini(&unpack);
     return sent;
+}
+
+static PyMethodDef functions[] = {
+    {"refuse_foreseen", py_refuse_foreseen, METH_NOARGS,
+     "refuse_foreseen(): raises in a call that its caller has not made yet, and so makes "
+     "its owner undo the chain"},
+    {NULL, NULL, 0, NULL},
+};
+
+int
+smp_serve_chain_add(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
 }

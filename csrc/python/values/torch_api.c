@@ -64,6 +64,7 @@ load_names(void)
         const char *name;
     } names[] = {
         {&smp_names.fetched, "fetched"},
+        {&smp_names.fetch_all, "fetch_all"},
         {&smp_names.requires_grad, "requires_grad"},
         {&smp_names.is_conj, "is_conj"},
         {&smp_names.is_neg, "is_neg"},
@@ -86,6 +87,7 @@ load_names(void)
         {&smp_names.clone, "clone"},
         {&smp_names.add_, "add_"},
         {&smp_names.detach, "detach"},
+        {&smp_names.view_as, "view_as"},
         {&smp_names.device, "device"},
         {&smp_names._fields, "_fields"},
         {&smp_names.default_factory, "default_factory"},
@@ -132,6 +134,7 @@ smp_torch_load(void)
         {(void **)&smp_torch.is_inference, "is_inference_mode_enabled"},
         {(void **)&smp_torch.run_backward,
          "autograd.Variable._execution_engine.run_backward"},
+        {(void **)&smp_torch.sequence, "_C._autograd._get_sequence_nr"},
         {(void **)&smp_torch.generator, "default_generator"},
         {(void **)&smp_torch.set_multithreading, "_C._set_multithreading_enabled"},
         {(void **)&smp_torch.backend_error, "distributed.DistBackendError"},

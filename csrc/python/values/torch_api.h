@@ -26,6 +26,7 @@ typedef struct {
     PyObject          *set_grad_enabled;
     PyObject          *is_inference;
     PyObject          *run_backward; /* the engine's */
+    PyObject          *sequence; /* -> the count of nodes that autograd made here */
     PyObject          *generator;    /* the default CPU generator */
     PyObject          *set_multithreading;
     PyObject          *backend_error; /* torch.distributed.DistBackendError */
@@ -55,7 +56,9 @@ typedef struct {
     PyObject *requires_grad, *is_conj, *is_neg, *resolve_conj, *resolve_neg, *_version,
         *get_state, *set_state, *manual_seed, *random_, *grad, *dict, *module,
         *qualname, *copy_, *grad_fn, *clone, *add_, *detach, *device, *_fields,
-        *default_factory, *_backward_hooks, *next_functions, *output_nr, *fetched;
+        *default_factory, *_backward_hooks, *next_functions, *output_nr, *fetched,
+        *fetch_all,
+        *view_as;
 } smp_names_table;
 
 extern smp_names_table smp_names;
