@@ -1,9 +1,17 @@
 """How close to the ideal pipeline does a GPT come, against torch.distributed.pipelining?
 
-    mpirun -np 2 python benchmarks/pipeline.py [--stage-ms 20] [--active 4]
+    mpirun -np 2 python benchmarks/pipeline.py [--shape flat] [--stage-ms 20] [--active 4]
 
 p = 2 stages, m = 8 microbatches, the same split for all sides: embedding and half of the
-layers on rank 0, the other half, the head and the loss on rank 1.  The ideal is
+layers on rank 0, the other half and the head on rank 1.  The loss is there, too, but in
+the shape of transformers, whose root computes it.  The shapes:
+
+    nested      the root calls one child a rank
+    flat        the root loops over its layers
+    sequential  the layers are one nn.Sequential over both ranks
+    hf          GPT-2 of transformers
+
+The relay (``fast_mode=False``: each remote layer is a request) runs beside.  The ideal is
 T1 (m + p - 1) / (m p), with T1 the time of one process for all microbatches, measured in
 the same run: on rank 0 while rank 1 waits, and on both ranks at once, each for itself, as
 busy as the machine is in a pipeline (the slower one counts; on shared machines cores differ).
@@ -21,6 +29,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 
 import smp
+from smp.modules.remote_modules import TRAINS
 from table import alternate, machine, timed
 
 MICROBATCHES = 8
@@ -67,7 +76,7 @@ def loss_of(logits, ids):
 
 
 class WithLoss(nn.Module):
-    def __init__(self, second: Second):
+    def __init__(self, second: nn.Module):
         super().__init__()
         self.second = second
 
@@ -75,13 +84,99 @@ class WithLoss(nn.Module):
         return loss_of(self.second(x), ids)
 
 
-class GPT(nn.Module):
+class Nested(nn.Module):
     def __init__(self, first: First, second: Second):
         super().__init__()
         self.first, self.last = first, WithLoss(second)
 
     def forward(self, ids):
         return self.last(self.first(ids), ids)
+
+    def there(self) -> list[nn.Module]:
+        """The modules on rank 1."""
+        return [self.last]
+
+
+class Flat(nn.Module):
+    def __init__(self, first: First, second: Second):
+        super().__init__()
+        self.embedding, self.head = first.embedding, WithLoss(second.head)
+        self.layers = nn.ModuleList([*first.layers, *second.layers])
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x, ids)
+
+    def there(self) -> list[nn.Module]:
+        return [*self.layers[len(self.layers) // 2 :], self.head]
+
+
+class Sequential(Flat):
+    def __init__(self, first: First, second: Second):
+        super().__init__(first, second)
+        self.layers = nn.Sequential(*self.layers)
+
+    def forward(self, ids):
+        return self.head(self.layers(self.embedding(ids)), ids)
+
+
+class OfTransformers(nn.Module):
+    def __init__(self, width: int, layers: int, length: int):
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        sizes = GPT2Config(
+            n_embd=width, n_layer=2 * layers, n_head=4, n_positions=length, vocab_size=VOCAB
+        )
+        sizes.update({"use_cache": False, "tie_word_embeddings": False})
+        sizes.update({name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")})
+        self.whole = GPT2LMHeadModel(sizes)
+
+    def forward(self, ids):
+        return loss_of(self.whole(ids)["logits"], ids)
+
+    def there(self) -> list[nn.Module]:
+        body = self.whole.transformer
+        return [*body.h[len(body.h) // 2 :], body.ln_f, self.whole.lm_head]
+
+
+class FirstOfTransformers(nn.Module):
+    def __init__(self, of: OfTransformers):
+        super().__init__()
+        body = of.whole.transformer
+        self.wte, self.wpe, self.layers = body.wte, body.wpe, body.h[: len(body.h) // 2]
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1])[None])
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class SecondOfTransformers(nn.Module):
+    def __init__(self, of: OfTransformers):
+        super().__init__()
+        *layers, self.norm, self.head = of.there()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+SHAPES = {"nested": Nested, "flat": Flat, "sequential": Sequential}
+
+
+def make(shape: str, width: int, layers: int, length: int) -> tuple[nn.Module, ...]:
+    """The model, and its two stages as cut by hand, with parameters in common."""
+    if shape == "hf":
+        whole = OfTransformers(width, layers, length)
+        return whole, FirstOfTransformers(whole), SecondOfTransformers(whole)
+    first, second = First(width, layers), Second(width, layers)
+    return SHAPES[shape](first, second), first, second
 
 
 def sizes_for(stage_ms: float) -> tuple[int, int, int, int]:
@@ -91,6 +186,7 @@ def sizes_for(stage_ms: float) -> tuple[int, int, int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", choices=[*SHAPES, "hf"], default="nested")
     parser.add_argument("--stage-ms", type=float, default=20)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument(
@@ -108,13 +204,13 @@ def main() -> None:
     )
     torch.manual_seed(0)
     width, layers, length, samples = sizes_for(args.stage_ms)
-    first, second = First(width, layers), Second(width, layers)
+    net, *stages = make(args.shape, width, layers, length)
     ids = torch.randint(VOCAB, (MICROBATCHES * samples, length))
-    alone = copy.deepcopy(GPT(first, second))
-    stage_module = copy.deepcopy((first, second)[smp.rank()])
-    net = GPT(first, second)
+    alone = copy.deepcopy(net)
+    stage_module = copy.deepcopy(stages[smp.rank()])
     smp.set_partition(net, 0)
-    smp.set_partition(net.last, 1)
+    for module in net.there():
+        smp.set_partition(module, 1)
     model = smp.DistributedModel(net)
 
     @smp.step
@@ -123,6 +219,9 @@ def main() -> None:
         model.backward(loss)
         return loss
 
+    train(ids)
+    tables = smp.state.job("the benchmark").runtime.tables
+    its_flags = tables.entry_flags
     stages = {
         kind: PipelineStage(stage_module, smp.rank(), 2, torch.device("cpu"))
         for kind in (Schedule1F1B, ScheduleGPipe)
@@ -140,7 +239,8 @@ def main() -> None:
         dist.barrier()
         return timed(lambda: (loop() if smp.rank() < ranks else None, dist.barrier()))
 
-    def ours() -> float:
+    def ours(chains: bool) -> float:
+        tables.entry_flags = its_flags if chains else bytes(f & TRAINS for f in its_flags)
         model.zero_grad()
         dist.barrier()
         return timed(lambda: (train(ids), dist.barrier()))
@@ -155,7 +255,8 @@ def main() -> None:
     sides = {
         "one process": lambda: one_process(1),
         "one process on each rank": lambda: one_process(2),
-        "smp": ours,
+        "smp": lambda: ours(True),
+        "smp, relay": lambda: ours(False),
         "pipelining 1F1B": lambda: theirs(Schedule1F1B),
         "pipelining GPipe": lambda: theirs(ScheduleGPipe),
     }
@@ -163,16 +264,16 @@ def main() -> None:
         side(), side()
     times = alternate(sides, args.rounds)
     if smp.rank() == 0:
-        report(times)
+        report(args.shape, times)
 
 
-def report(times: dict[str, list[float]]) -> None:
+def report(shape: str, times: dict[str, list[float]]) -> None:
     m, p = MICROBATCHES, 2
     t1 = times.pop("one process on each rank")
     share = (m + p - 1) / (m * p)
     ideal = [t * share for t in t1]
     alone = [t * share for t in times.pop("one process")]
-    print(f"\nGPT, p = {p}, m = {m}, one stage takes {min(t1) / m / p * 1e3:.1f} ms")
+    print(f"\nGPT, {shape}, p = {p}, m = {m}, one stage takes {min(t1) / m / p * 1e3:.1f} ms")
     print(f"{machine()}, torch {torch.__version__}\n")
     print("| side | min (ms) | median (ms) | best / ideal | median of ideal reached |")
     print("|---|---|---|---|---|")
