@@ -1099,12 +1099,12 @@ def test_parts_of_a_sequential_and_a_child_that_it_has_twice(there):
 
 
 def test_children_of_one_rank_that_follow_each_other_are_one_entry():
-    """Named by the first and the last; one child alone is called as a module."""
+    """Named by the first and the last."""
     net = nn.ModuleDict({"body": nn.Sequential(*map(nn.Linear, [1] * 6, [1] * 6))})
     body = net["body"].extend([nn.Tanh(), nn.Tanh()])
     named = dict(net.named_modules())
     rank_of = dict(zip(named, [0, 0, 0, 1, 1, 1, 0, 1, 2, 2], strict=True))
-    entries, runs = remote_modules.make_entries(net, rank_of)
+    entries, runs = remote_modules.make_entries(net, rank_of, None)
 
     first, count = entries[: len(named)], len(named)
     assert [(e.path, e.owner, e.module) for e in first] == [
@@ -1112,6 +1112,7 @@ def test_children_of_one_rank_that_follow_each_other_are_one_entry():
     ]
     assert [(e.path, e.owner, e.module) for e in entries[count:]] == [
         ("body.1 to 3", 1, None),
+        ("body.5", 1, None),
         ("body.6 to 7", 2, None),
     ]
     x = torch.ones(1, 1)
@@ -1119,11 +1120,11 @@ def test_children_of_one_rank_that_follow_each_other_are_one_entry():
     # Those that own nothing run where they are called.
     children, cuts = list(body), [0, 1, 4, 5, 6, 8]
     parts = [children[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-    assert runs == {"body": list(zip([None, count, None, None, None], parts, strict=True))}
+    assert runs == {"body": list(zip([None, count, None, count + 1, None], parts, strict=True))}
     vars(body)[marks.RUNS] = []
     remote_modules.number_runs(named, runs, 5)
     assert [number for number, _ in vars(body)[marks.RUNS]] == [
-        None, count + 5, None, None, None,
+        None, count + 5, None, count + 6, None,
     ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """A decided partition, applied: this rank's part of the model with its classes and entries."""
 
 from smp import marks
+from smp.checkpointing import activation_checkpointing
 from smp.modules import (
     delayed_init,
     device_placement,
@@ -35,7 +36,9 @@ def apply(model: LiveModel, partition: Partition, turns: Turns, when_run: Forwar
     )
     if rt.tp_size > 1:
         gradients.scale(root)  # of parameters with fresh values
-    entries, runs = remote_modules.make_entries(root, rank_of)
+    entries, runs = remote_modules.make_entries(
+        root, rank_of, activation_checkpointing.run_groups
+    )
     stateful = [
         module
         for path, module in root.named_modules()
