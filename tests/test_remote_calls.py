@@ -416,6 +416,29 @@ def test_a_call_whose_result_is_dropped_keeps_no_graph_on_the_other_rank():
         assert len(far.alive) == 9 and max(far.alive) <= 1
 
 
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "results": [], "alive": []})
+def Returned(self, x):
+    """Notes how many of its results are still there, none kept by its graph."""
+    self.alive.append(sum(result() is not None for result in self.results))
+    y = self.linear(x)
+    self.results.append(weakref.ref(y))
+    return y
+
+
+@on_ranks(2)
+def test_a_result_does_not_stay_on_the_rank_that_sent_it():
+    def step(model, x):
+        for _ in range(4):
+            x = model.module.far(x)
+        model.backward(x.square().sum())
+        return {"x": x}
+
+    run = Run(Returned(), microbatches=1, active_microbatches=1)
+    run.check(step, rows(2))
+    if smp.pp_rank() == 1:
+        assert len(run.model.module.far.alive) >= 4 and max(run.model.module.far.alive) == 0
+
+
 class Repeats(nn.Module):
     """Uses its weight several times, now and then so that each use is a term of its own."""
 

@@ -230,7 +230,7 @@ done:
 static int
 run_engine(smp_context *context, smp_unpack *unpack, uint16_t flags)
 {
-    Py_ssize_t noutputs = PyTuple_GET_SIZE(context->outputs);
+    Py_ssize_t noutputs = PyTuple_GET_SIZE(context->edges);
     PyObject  *roots = PyList_New(0);
     PyObject  *grads = PyList_New(0);
     PyObject  *result = NULL;
@@ -252,7 +252,7 @@ run_engine(smp_context *context, smp_unpack *unpack, uint16_t flags)
         int       failed = 0;
 
         if (gradient != NULL && gradient != Py_None) {
-            failed = PyList_Append(roots, PyTuple_GET_ITEM(context->outputs, i)) < 0 ||
+            failed = PyList_Append(roots, PyTuple_GET_ITEM(context->edges, i)) < 0 ||
                      PyList_Append(grads, gradient) < 0;
         }
         Py_XDECREF(gradient);
@@ -270,7 +270,7 @@ run_engine(smp_context *context, smp_unpack *unpack, uint16_t flags)
     context->running = true;
     Py_SETREF(roots, PyList_AsTuple(roots));
     Py_SETREF(grads, PyList_AsTuple(grads));
-    Py_CLEAR(context->outputs); /* the roots alone keep the graph */
+    Py_CLEAR(context->edges); /* the roots alone keep the graph */
     call = PyTuple_Pack(7, roots, grads, Py_False, Py_False, none, Py_True, Py_True);
     if (call == NULL) {
         goto done;

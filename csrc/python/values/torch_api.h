@@ -26,7 +26,8 @@ typedef struct {
     PyObject          *set_grad_enabled;
     PyObject          *is_inference;
     PyObject          *run_backward; /* the engine's */
-    PyObject          *generator;    /* the default CPU generator */
+    PyObject          *get_gradient_edge;
+    PyObject          *generator; /* the default CPU generator */
     PyObject          *set_multithreading;
     PyObject          *backend_error; /* torch.distributed.DistBackendError */
 } smp_torch_api;
