@@ -243,6 +243,12 @@ def call_remote(
 def call_entry(number: int, args: tuple[Any, ...], /) -> Any:
     """Call a run of ``nn.Sequential`` children by its entry's number."""
 
+def requests() -> int | None:
+    """Number of the microbatch's requests so far; None outside of tasks."""
+
+def set_requests(number: int, /) -> None:
+    """The next request is the one after this."""
+
 def fetch_output(call: Any, number: int, tensor: int, link: int, /) -> Tensor:
     """The values of an output of a chain: tensor `tensor` of its call `number`.
 

@@ -12,11 +12,12 @@ import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import smp
 from smp import _core, marks
@@ -387,6 +388,68 @@ def test_a_checkpoint_around_a_module_with_buffers_passes_it_again(reentrant):
     run = Run(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
     for number in range(2):
         run.check(step, rows(7, number))
+
+
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "dropout": nn.Dropout(0.3)})
+def Active(self, x):
+    """Notes how many of its activations there are at each call, each kept by its graph."""
+    inner = self.dropout(self.linear(x))
+    ACTIVATIONS.append(weakref.ref(inner))
+    ALIVE.append(sum(activation() is not None for activation in ACTIVATIONS))
+    return inner.square()
+
+
+ACTIVATIONS: list[weakref.ref] = []
+ALIVE: list[int] = []
+
+
+def each(far, x, again):
+    for _ in range(4):
+        x = again(far, x)
+    return x
+
+
+def among_others(far, x, again):
+    """Gradients of one weight from calls of both kinds are added up in one order."""
+    x = again(lambda x: torch.tanh(far(torch.sin(far(x)))), far(x))
+    return far(x) + again(far, x)
+
+
+def nested(far, x, again):
+    return again(lambda x: torch.sin(again(far, far(x))), x)
+
+
+def unused(far, x, again):
+    return again(lambda x: (far(2 * x), far(x)), x)[1]
+
+
+def with_late_calls(far, x, again):
+    """The last call is made again, too, though nothing needs it."""
+    with set_checkpoint_early_stop(False):
+        return again(lambda x: far(x) + far(2 * x).detach(), x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("way", [each, among_others, nested, unused, with_late_calls])
+def test_a_checkpoint_around_calls_keeps_none_of_their_graphs(way, reentrant, schedule):
+    def step(model, x):
+        again = partial(checkpoint, use_reentrant=reentrant)
+        y = way(model.module.far, model.module.near(x), again)
+        model.backward(y.square().mean())
+        return {"y": y}
+
+    run = Run(Active(), pipeline=schedule, microbatches=2, active_microbatches=2)
+    for number in range(2):
+        run.check(step, rows(6, number))
+    ACTIVATIONS.clear()
+    ALIVE.clear()
+    smp.step(step)(run.model, rows(6))
+
+    if smp.pp_rank() == 1:
+        assert way is not each or (len(ALIVE) == 16 and max(ALIVE) <= 2)
+        assert not any(activation() is not None for activation in ACTIVATIONS)
 
 
 @module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "results": [], "alive": []})

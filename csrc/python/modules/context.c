@@ -142,10 +142,12 @@ err:
     return NULL;
 }
 
-/* Finds the arguments unreached by the outputs. */
-static int
-find_unreached(smp_context *context, PyObject *outputs)
+int
+smp_context_find_unreached(smp_context *context, PyObject *outputs)
 {
+    if (PyList_GET_SIZE(outputs) == 0) {
+        return 0;
+    }
     return smp_reach(&PyList_GET_ITEM(outputs, 0), (size_t)PyList_GET_SIZE(outputs),
                      context->node, context->ninputs, &context->unreached);
 }
@@ -204,7 +206,7 @@ smp_context_keep(smp_context *context, PyObject *outputs, uint64_t call)
         context->in_ledger = PyList_GET_SIZE(outputs) > 0;
         key = PyLong_FromUnsignedLongLong(call);
         failed = context->edges == NULL || key == NULL ||
-                         (context->in_ledger && find_unreached(context, outputs) < 0) ||
+                         smp_context_find_unreached(context, outputs) < 0 ||
                          PyDict_SetItem(smp_the_session.contexts, key,
                                         (PyObject *)context) < 0 ||
                          tell_ledger(context, smp_gradients_open) < 0

@@ -49,6 +49,10 @@ smp_context *smp_context_enter(smp_unpack *unpack, const smp_envelope *envelope)
  * `call`; and held, where it is set.  Without either, nothing. */
 int smp_context_keep(smp_context *context, PyObject *outputs, uint64_t call);
 
+/* Finds the arguments unreached by the outputs, a list: `unreached`.  For a context
+ * that is not kept. */
+int smp_context_find_unreached(smp_context *context, PyObject *outputs);
+
 /* The gradients of its backward are complete. */
 int smp_context_close(const smp_context *context);
 

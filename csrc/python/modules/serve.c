@@ -139,6 +139,7 @@ serve_forward(smp_message *request, smp_task *task)
     PyObject    *value = NULL;
     bool         sent = false;
     bool         keeps = false; /* the context is the session's, too */
+    bool         keeps_graph;
     smp_unpack   unpack = {0};
     smp_pack     pack;
 
@@ -150,13 +151,15 @@ serve_forward(smp_message *request, smp_task *task)
     entry = &session->entries[envelope.entry];
     smp_pack_init(&pack, session->comm, source, &unpack);
     pack.graph = (envelope.flags & SMP_FLAG_GRAPH) != 0;
+    keeps_graph = pack.graph && !(envelope.flags & SMP_FLAG_FIRST);
     if (smp_unpack_init(&unpack, smp_the_session.comm, request, NULL, true, false) <
             0 ||
         smp_stream_seed(task, smp_mix(envelope.seed, 1)) < 0) {
         goto done;
     }
-    if (pack.graph ? (context = smp_context_enter(&unpack, &envelope)) == NULL
-                   : smp_gradients_suspect(envelope.microbatch, envelope.entry) < 0) {
+    if ((pack.graph && (context = smp_context_enter(&unpack, &envelope)) == NULL) ||
+        (!keeps_graph &&
+         smp_gradients_suspect(envelope.microbatch, envelope.entry) < 0)) {
         goto done;
     }
     args = smp_unpack_value(&unpack);
@@ -199,7 +202,9 @@ serve_forward(smp_message *request, smp_task *task)
         int       failed = outputs == NULL || smp_pack_add_in_graph(&pack, outputs) < 0;
 
         context->count = task->count;
-        failed = failed || smp_context_keep(context, outputs, envelope.call) < 0;
+        failed =
+            failed || (keeps_graph ? smp_context_keep(context, outputs, envelope.call)
+                                   : smp_context_find_unreached(context, outputs)) < 0;
         Py_XDECREF(outputs);
         if (failed) {
             goto done;
@@ -209,7 +214,7 @@ serve_forward(smp_message *request, smp_task *task)
     envelope.about = task->count;
     envelope.seed = context == NULL ? 0 : context->unreached;
     sent = smp_pack_send(&pack, &envelope) == 0;
-    keeps = sent;
+    keeps = sent && keeps_graph;
 done:
     if (keeps) {
         Py_XDECREF(context);

@@ -133,6 +133,8 @@ smp_torch_load(void)
         {(void **)&smp_torch.run_backward,
          "autograd.Variable._execution_engine.run_backward"},
         {(void **)&smp_torch.get_gradient_edge, "autograd.graph.get_gradient_edge"},
+        {(void **)&smp_torch.saved_hooks,
+         "_C._autograd._top_saved_tensors_default_hooks"},
         {(void **)&smp_torch.generator, "default_generator"},
         {(void **)&smp_torch.set_multithreading, "_C._set_multithreading_enabled"},
         {(void **)&smp_torch.backend_error, "distributed.DistBackendError"},

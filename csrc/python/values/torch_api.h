@@ -27,7 +27,8 @@ typedef struct {
     PyObject          *is_inference;
     PyObject          *run_backward; /* the engine's */
     PyObject          *get_gradient_edge;
-    PyObject          *generator; /* the default CPU generator */
+    PyObject          *saved_hooks; /* the thread's innermost, or None */
+    PyObject          *generator;   /* the default CPU generator */
     PyObject          *set_multithreading;
     PyObject          *backend_error; /* torch.distributed.DistBackendError */
 } smp_torch_api;
