@@ -131,7 +131,7 @@ class OfTransformers(nn.Module):
             n_embd=width, n_layer=2 * layers, n_head=4, n_positions=length, vocab_size=VOCAB
         )
         sizes.update({"use_cache": False, "tie_word_embeddings": False})
-        sizes.update({name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")})
+        sizes.update(dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0))
         self.whole = GPT2LMHeadModel(sizes)
 
     def forward(self, ids):

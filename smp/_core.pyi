@@ -243,6 +243,12 @@ def call_remote(
 def call_entry(number: int, args: tuple[Any, ...], /) -> Any:
     """Call a run of ``nn.Sequential`` children by its entry's number."""
 
+def requests() -> int | None:
+    """Number of the microbatch's requests so far; None outside of tasks."""
+
+def set_requests(number: int, /) -> None:
+    """The next request is the one after this."""
+
 def touch_output(tensor: Tensor, call: Any, link: int, /) -> None:
     """The caller uses an output of a chain: it ends there in later steps, and now, too, if
     foreseen calls have the tensor.

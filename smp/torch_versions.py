@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 OLDEST = (2, 10)
 
@@ -69,6 +70,12 @@ def is_made(group: dist.ProcessGroup) -> bool:
     """
     return group in dist.distributed_c10d._world.pg_map
 
+
+# The begin of a checkpoint without re-entrance.  With "_impl" alone when 2.14 is the oldest
+# version.
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{CHECKPOINT_GENERATOR}_impl"):
+    CHECKPOINT_GENERATOR += "_impl"
 
 # Whether a profile shows an event with its end in another thread than its begin.  Superfluous
 # when 2.12 is the oldest version.
@@ -172,6 +179,11 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch.ops.aten._to_copy.default": ("_overloadpacket", "_schema"),
     "torch.optim.optimizer": ("_foreach_supported_types",),
     "torch.utils": ("_device", "_pytree"),
+    "torch.utils.checkpoint": (
+        "_checkpoint_hook",
+        "_checkpoint_without_reentrant_generator",
+        "_recomputation_hook",
+    ),
     "torch.utils._python_dispatch": (
         "TorchDispatchMode",
         "_disable_current_modes",

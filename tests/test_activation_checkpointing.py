@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import smp
+from smp import _core
 from smp.compat.checkpoint_calls import checkpoint, checkpoint_sequential
 from tests.models.modules import module_of
 from tests.models.partition import distributed
@@ -61,20 +63,24 @@ def train(set_up) -> tuple[dict, int]:
     return {n: p.grad for n, p in model.local_named_parameters()}, counted
 
 
-def call_one_by_one(stack: Stack) -> None:
-    """Children of other ranks get a request each, and so the same random numbers."""
+def hooked(stack: Stack) -> None:
+    """The caller's hooks: children of other ranks get a request each."""
     for layer in stack.sequence:
         layer.register_forward_hook(lambda *call: None)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_those_without_checkpointing(strategy):
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
+@pytest.mark.parametrize("with_hooks", [False, True])
+def test_gradients_are_those_without_checkpointing(strategy, pipeline, with_hooks):
     """With dropout, local and remote children; the layers run twice."""
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    want, once = train(call_one_by_one)
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": pipeline})
+    also = hooked if with_hooks else lambda stack: None
+    want, once = train(also)
 
     def set_up(stack: Stack) -> None:
+        also(stack)
         smp.set_activation_checkpointing(stack.sequence, strategy=strategy)
         smp.set_activation_checkpointing(stack.layers)
 
@@ -85,7 +91,7 @@ def test_gradients_are_those_without_checkpointing(strategy):
 
 
 class Noted(nn.Linear):
-    """A layer that notes its number each time that it runs here."""
+    """A layer that notes its number, and its activation, each time that it runs here."""
 
     def __init__(self, number: int, runs: list[int]) -> None:
         super().__init__(4, 4)
@@ -93,7 +99,14 @@ class Noted(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.runs.append(self.number)
-        return super().forward(x).tanh()
+        inner = super().forward(x).tanh()
+        ACTIVATIONS.append(weakref.ref(inner))
+        ALIVE.append(sum(activation() is not None for activation in ACTIVATIONS))
+        return inner.square()  # keeps it
+
+
+ACTIVATIONS: list[weakref.ref] = []
+ALIVE: list[int] = []  # activations there were, at each call
 
 
 # What runs again in backward: the last group first, each from its front.
@@ -124,33 +137,49 @@ def test_a_strategy_makes_its_groups(strategy, by_call):
     assert runs[6:] == AGAIN.get(strategy, [0, 1, 2, 3, 4, 5])
 
 
+# The same where child 0 is of one rank, 1 to 3 of another, and 4 and 5 of the first one:
+# groups begin anew at each boundary.
+AGAIN_BY_RANK = {
+    "each": ([5, 4, 0], [3, 2, 1]),
+    "group_2": ([4, 5, 0], [3, 1, 2]),
+    "group_3": ([4, 5, 0], [1, 2, 3]),
+    "contiguous": ([4, 5, 0], [1, 2, 3]),
+    None: ([], []),
+}
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", [*AGAIN, "contiguous"])
-def test_a_strategy_makes_its_groups_where_ranks_share_the_children(strategy):
-    """Contiguous: those of one rank.  The rank that owns the Sequential runs its own again."""
-    smp.init({"pipeline_parallel_degree": 2})
-    runs: list[int] = []
-    layers = [Noted(number, runs) for number in range(6)]
-    sequence = nn.Sequential(*layers)
-    smp.set_partition(sequence, 0)
-    for layer in layers[1:4]:
-        smp.set_partition(layer, 1)
-    smp.set_activation_checkpointing(sequence, strategy=strategy)
-    model = smp.DistributedModel(sequence)
+def test_a_strategy_makes_its_groups_where_ranks_share_the_children():
+    """Each owner runs its own again, keeps no activation, and gets no more messages."""
+    messages = {}
+    for strategy, again in AGAIN_BY_RANK.items():
+        smp.init({"pipeline_parallel_degree": 2})
+        runs: list[int] = []
+        layers = [Noted(number, runs) for number in range(6)]
+        sequence = nn.Sequential(*layers)
+        smp.set_partition(sequence, 0)
+        for layer in layers[1:4]:
+            smp.set_partition(layer, 1)
+        if strategy is not None:
+            smp.set_activation_checkpointing(sequence, strategy=strategy)
+        model = smp.DistributedModel(sequence)
 
-    @smp.step
-    def step(model: nn.Module, x: torch.Tensor) -> None:
-        model.backward(model(x).sum())
+        @smp.step
+        def step(model: nn.Module, x: torch.Tensor) -> None:
+            model.backward(model(x).sum())
 
-    step(model, torch.ones(2, 4))  # the first is preceded by tracing
-    runs.clear()
-    step(model, torch.ones(2, 4))
+        step(model, torch.ones(2, 4))  # the first is preceded by tracing
+        for notes in (runs, ACTIVATIONS, ALIVE):
+            notes.clear()
+        before = _core.counters()["messages"]
+        step(model, torch.ones(2, 4))
+        messages[strategy] = _core.counters()["messages"] - before
 
-    if smp.rank() == 1:
-        assert runs[:3] == [1, 2, 3]
-    else:
-        again = AGAIN.get(strategy, [4, 5, 1, 2, 3, 0])
-        assert runs == [0, 4, 5] + [number for number in again if number in (0, 4, 5)]
+        mine = again[smp.rank()]
+        assert runs == [[0, 4, 5], [1, 2, 3]][smp.rank()] + mine
+        assert max(ALIVE) == (1 if mine else 3)
+        smp.shutdown()
+    assert len(set(messages.values())) == 1
 
 
 @on_ranks(2)

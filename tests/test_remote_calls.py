@@ -12,11 +12,12 @@ import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import smp
 from smp import _core, marks
@@ -389,6 +390,71 @@ def test_a_checkpoint_around_a_module_with_buffers_passes_it_again(reentrant):
         run.check(step, rows(7, number))
 
 
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "dropout": nn.Dropout(0.3)})
+def Active(self, x):
+    """Notes how many of its activations there are at each call, each kept by its graph."""
+    inner = self.dropout(self.linear(x))
+    ACTIVATIONS.append(weakref.ref(inner))
+    ALIVE.append(sum(activation() is not None for activation in ACTIVATIONS))
+    NUMBERS.append(_core.requests())
+    return inner.square()
+
+
+ACTIVATIONS: list[weakref.ref] = []
+ALIVE: list[int] = []
+NUMBERS: list[int | None] = []  # of the requests, by which gradients are added up
+
+
+def each(far, x, again):
+    for _ in range(4):
+        x = again(far, x)
+    return x
+
+
+def among_others(far, x, again):
+    """Gradients of one weight from calls of both kinds are added up in one order."""
+    x = again(lambda x: torch.tanh(far(torch.sin(far(x)))), far(x))
+    return far(x) + again(far, x)
+
+
+def nested(far, x, again):
+    return again(lambda x: torch.sin(again(far, far(x))), x)
+
+
+def unused(far, x, again):
+    return again(lambda x: (far(2 * x), far(x)), x)[1]
+
+
+def with_late_calls(far, x, again):
+    """The last call is made again, too, though nothing needs it."""
+    with set_checkpoint_early_stop(False):
+        return again(lambda x: far(x) + far(2 * x).detach(), x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("way", [each, among_others, nested, unused, with_late_calls])
+def test_a_checkpoint_around_calls_keeps_none_of_their_graphs(way, reentrant, schedule):
+    def step(model, x):
+        again = partial(checkpoint, use_reentrant=reentrant)
+        y = way(model.module.far, model.module.near(x), again)
+        model.backward(y.square().mean())
+        return {"y": y}
+
+    run = Run(Active(), pipeline=schedule, microbatches=2, active_microbatches=2)
+    for number in range(2):
+        run.check(step, rows(6, number))
+    for notes in (ACTIVATIONS, ALIVE, NUMBERS):
+        notes.clear()
+    smp.step(step)(run.model, rows(6))
+
+    if smp.pp_rank() == 1:
+        assert way is not each or (len(ALIVE) == 16 and max(ALIVE) <= 2)
+        assert way is not each or reentrant or sorted(NUMBERS) == sorted([1, 2, 3, 4] * 4)
+        assert not any(activation() is not None for activation in ACTIVATIONS)
+
+
 @module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "results": [], "alive": []})
 def Kept(self, x):
     """Notes how many of its results are still there, each kept by its graph."""
@@ -414,6 +480,29 @@ def test_a_call_whose_result_is_dropped_keeps_no_graph_on_the_other_rank():
 
     if smp.pp_rank() == 1:
         assert len(far.alive) == 9 and max(far.alive) <= 1
+
+
+@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "results": [], "alive": []})
+def Returned(self, x):
+    """Notes how many of its results are still there, none kept by its graph."""
+    self.alive.append(sum(result() is not None for result in self.results))
+    y = self.linear(x)
+    self.results.append(weakref.ref(y))
+    return y
+
+
+@on_ranks(2)
+def test_a_result_does_not_stay_on_the_rank_that_sent_it():
+    def step(model, x):
+        for _ in range(4):
+            x = model.module.far(x)
+        model.backward(x.square().sum())
+        return {"x": x}
+
+    run = Run(Returned(), microbatches=1, active_microbatches=1)
+    run.check(step, rows(2))
+    if smp.pp_rank() == 1:
+        assert len(run.model.module.far.alive) >= 4 and max(run.model.module.far.alive) == 0
 
 
 class Repeats(nn.Module):
@@ -1099,12 +1188,12 @@ def test_parts_of_a_sequential_and_a_child_that_it_has_twice(there):
 
 
 def test_children_of_one_rank_that_follow_each_other_are_one_entry():
-    """Named by the first and the last; one child alone is called as a module."""
+    """Named by the first and the last."""
     net = nn.ModuleDict({"body": nn.Sequential(*map(nn.Linear, [1] * 6, [1] * 6))})
     body = net["body"].extend([nn.Tanh(), nn.Tanh()])
     named = dict(net.named_modules())
     rank_of = dict(zip(named, [0, 0, 0, 1, 1, 1, 0, 1, 2, 2], strict=True))
-    entries, runs = remote_modules.make_entries(net, rank_of)
+    entries, runs = remote_modules.make_entries(net, rank_of, None)
 
     first, count = entries[: len(named)], len(named)
     assert [(e.path, e.owner, e.module) for e in first] == [
@@ -1112,6 +1201,7 @@ def test_children_of_one_rank_that_follow_each_other_are_one_entry():
     ]
     assert [(e.path, e.owner, e.module) for e in entries[count:]] == [
         ("body.1 to 3", 1, None),
+        ("body.5", 1, None),
         ("body.6 to 7", 2, None),
     ]
     x = torch.ones(1, 1)
@@ -1119,11 +1209,11 @@ def test_children_of_one_rank_that_follow_each_other_are_one_entry():
     # Those that own nothing run where they are called.
     children, cuts = list(body), [0, 1, 4, 5, 6, 8]
     parts = [children[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-    assert runs == {"body": list(zip([None, count, None, None, None], parts, strict=True))}
+    assert runs == {"body": list(zip([None, count, None, count + 1, None], parts, strict=True))}
     vars(body)[marks.RUNS] = []
     remote_modules.number_runs(named, runs, 5)
     assert [number for number, _ in vars(body)[marks.RUNS]] == [
-        None, count + 5, None, None, None,
+        None, count + 5, None, count + 6, None,
     ]  # fmt: skip
 
 

@@ -51,6 +51,10 @@ enum {
                                  first (python/modules/chain.h) */
     SMP_FLAG_RESET = 1 << 11, /* of its response: the owner has undone them all */
     SMP_FLAG_FETCH = 1 << 12, /* FORWARD: asks for an output of a chain, `about` */
+    SMP_FLAG_FIRST =
+        1 << 13, /* FORWARD: a checkpoint's first one, with GRAPH: the owner
+                    forgets the graph, and the backward uses another call */
+    SMP_FLAG_AGAIN = 1 << 14, /* FORWARD: that call, in the checkpoint's second one */
 };
 
 typedef struct {

@@ -2,20 +2,22 @@
 
 A checkpointed module gets a class of its own, like its own but for ``forward``.  The new one
 runs under ``torch.utils.checkpoint`` on the module's rank.  Its calls to modules of other ranks
-are checkpointed with it.
+are checkpointed with it.  Children of an ``nn.Sequential`` are checkpointed by their owners.
 """
 
 import functools
 import re
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from smp.marks import CHECKPOINTED, CHECKPOINTING, set_class
-from smp.modules import inner_module, live_models, stand_ins
+from smp import _core
+from smp.marks import CHECKPOINTED, CHECKPOINTING, RUNS, set_class
+from smp.modules import inner_module, live_models, remote_modules, stand_ins
 from smp.state_mod import state
 from smp.tensor_parallel.rows import regions
 from smp.tensor_parallel.splits import in_place
@@ -37,7 +39,7 @@ def set_activation_checkpointing(
             child as one tuple.
         strategy: ``"each"`` child by itself, ``"contiguous"``: consecutive ones of one rank
             together, ``"group_N"``: N consecutive ones together; the latter two for a
-            Sequential.
+            Sequential, whose groups begin anew where the children's rank changes.
 
     Raises:
         TypeError, ValueError: not a module, or another strategy.
@@ -145,25 +147,38 @@ def run(function: Callable, preserve: bool, args: tuple, kwargs: dict[str, Any])
 def run_sequential(
     sequential: nn.Sequential, value: Any, *, preserve: bool, strategy: str
 ) -> Any:
-    """Run the children in groups, each checkpointed by itself."""
-    for group in _groups(list(sequential), group_size(strategy)):
+    """Run the children in groups, each checkpointed by itself on its owner's rank.
+
+    Groups begin anew with each run of children of one rank.
+    """
+    groups = preserve, group_size(strategy)
+    for number, children in _runs(sequential):
+        if number is None or remote_modules.has_hooks_of_caller(children):
+            value = run_groups(children, value, groups)
+        else:
+            value = _core.call_entry(number, (value, groups))
+    return value
+
+
+def run_groups(children: list[nn.Module], value: Any, groups: remote_modules.Groups) -> Any:
+    """Run the children here, in groups, each checkpointed by itself."""
+    preserve, size = groups
+    size = size or len(children)
+    for at in range(0, len(children), size):
+        group = children[at : at + size]
         value = run(functools.partial(_run_all, group), preserve, (value,), {})
     return value
 
 
-def _groups(children: list[nn.Module], size: int | None) -> list[list[nn.Module]]:
-    if size is not None:
-        return [children[at : at + size] for at in range(0, len(children), size)]
-    groups: list[list[nn.Module]] = []
-    previous = None
-    for child in children:
-        owner = _owner(child)
-        if groups and owner == previous:
-            groups[-1].append(child)
-        else:
-            groups.append([child])
-        previous = owner
-    return groups
+def _runs(sequential: nn.Sequential) -> list[tuple[int | None, list[nn.Module]]]:
+    """Consecutive children of one rank, each with the number of its entry, if it has one."""
+    runs = sequential.__dict__.get(RUNS)
+    if runs is not None and not state.is_tracing:
+        return runs
+    children = list(sequential)
+    if not any(map(remote_modules.is_remote, children)):
+        return [(None, children)]
+    return [(None, list(of_rank)) for _, of_rank in groupby(children, _owner)]
 
 
 def _owner(module: nn.Module) -> int | None:

@@ -1,6 +1,7 @@
 """A decided partition, applied: this rank's part of the model with its classes and entries."""
 
 from smp import marks
+from smp.checkpointing import activation_checkpointing, users_checkpoints
 from smp.modules import (
     delayed_init,
     device_placement,
@@ -35,7 +36,9 @@ def apply(model: LiveModel, partition: Partition, turns: Turns, when_run: Forwar
     )
     if rt.tp_size > 1:
         gradients.scale(root)  # of parameters with fresh values
-    entries, runs = remote_modules.make_entries(root, rank_of)
+    entries, runs = remote_modules.make_entries(
+        root, rank_of, activation_checkpointing.run_groups
+    )
     stateful = [
         module
         for path, module in root.named_modules()
@@ -65,6 +68,7 @@ def apply(model: LiveModel, partition: Partition, turns: Turns, when_run: Forwar
     late_modules.refuse_from_now(root)
     late_modules.refuse_from_now(model)  # the same children
     late_hooks.notice_from_now(root, gates[-1], rt.pp_rank == 0)
+    users_checkpoints.number_alike()
     if record.split_paths:  # ranks that foresee differently would miss each other's collectives
         chainable = [False] * len(entries)
     else:

@@ -9,7 +9,7 @@ activation, perhaps shared with other models: they run on their caller's rank.
 
 import functools
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -44,13 +44,23 @@ Runs = dict[str, list[tuple[int | None, list[nn.Module]]]]
 TRAINS, CHAINS = 1, 2
 
 
+# Activation checkpointing of a run: whether random numbers are drawn again, and the size of a
+# group; None: the whole run.
+Groups = tuple[bool, int | None]
+RunGroups = Callable[[list[nn.Module], Any, Groups], Any]
+
+
 class SequentialRun:
     """Consecutive children of an ``nn.Sequential`` with one owner: one request."""
 
-    def __init__(self, children: list[nn.Module]):
+    def __init__(self, children: list[nn.Module], run_groups: RunGroups):
         self.children = children
+        self.run_groups = run_groups
 
-    def __call__(self, value: Any) -> Any:
+    def __call__(self, value: Any, groups: Groups | None = None) -> Any:
+        """The last child's result.  With groups, each one is checkpointed here."""
+        if groups is not None:
+            return self.run_groups(self.children, value, groups)
         for child in self.children:
             value = child(value)
         return value
@@ -96,14 +106,19 @@ def spans_ranks(module: nn.Module, ranks: dict[int, int]) -> bool:
     """Whether it is an ``nn.Sequential`` with plain forward and a child of another rank."""
     if not isinstance(module, nn.Sequential):
         return False
-    if original_class(module).forward is not nn.Sequential.forward:
+    cls = original_class(module)
+    if getattr(cls, marks.CHECKPOINTED, cls).forward is not nn.Sequential.forward:
         return False
     children = (child for child in module._modules.values() if child is not None)
     return any(ranks[id(child)] != ranks[id(module)] for child in children)
 
 
-def _has_hooks_of_caller(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+def has_hooks_of_caller(children: list[nn.Module]) -> bool:
+    """Whether a run's caller has hooks to run around a child, and so calls each by itself."""
+    return any(
+        child._forward_hooks or child._backward_hooks or child._backward_pre_hooks
+        for child in children
+    )
 
 
 def _slices_of(cls: type[nn.Module]) -> dict[str, Any]:
@@ -121,23 +136,32 @@ def _slices_of(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def in_runs(cls: type[nn.Module]) -> dict[str, Any]:
-    """The methods of a class like ``cls``, an ``nn.Sequential`` with one request a run."""
+    """The methods of a class like ``cls``, an ``nn.Sequential`` with one request a run.
+
+    A checkpointed one's own forward knows the runs.
+    """
 
     @functools.wraps(cls.forward)
     def forward(self, input):
         for number, children in self.__dict__[marks.RUNS]:
-            if number is None or any(map(_has_hooks_of_caller, children)):
+            if number is None or len(children) == 1 or has_hooks_of_caller(children):
                 for child in children:
                     input = child(input)
             else:
                 input = _core.call_entry(number, (input,))
         return input
 
-    return {"forward": forward, marks.ORIGINAL_CLASS: cls, **_slices_of(cls)}
+    methods = {} if hasattr(cls, marks.CHECKPOINTED) else {"forward": forward}
+    return {**methods, marks.ORIGINAL_CLASS: cls, **_slices_of(cls)}
 
 
-def make_entries(root: nn.Module, rank_of: dict[str, int]) -> tuple[list[Entry], Runs]:
+def make_entries(
+    root: nn.Module, rank_of: dict[str, int], run_groups: RunGroups
+) -> tuple[list[Entry], Runs]:
     """The targets of calls from other ranks, and the runs of each spanning Sequential.
+
+    Args:
+        run_groups: runs children in groups, each checkpointed by itself.
 
     Returns:
         the entries, each module's first and then the runs'; and, by path of a Sequential
@@ -154,14 +178,16 @@ def make_entries(root: nn.Module, rank_of: dict[str, int]) -> tuple[list[Entry],
         children = [item for item in module._modules.items() if item[1] is not None]
         for rank, group in groupby(children, key=lambda item: ranks[id(item[1])]):
             names, modules = map(list, zip(*group, strict=True))
-            if rank == rank_of[path] or len(modules) < 2:
+            if rank == rank_of[path]:
                 runs[path].append((None, modules))
                 continue
-            label = f"{path}.{names[0]} to {names[-1]}".lstrip(".")
-            # The entry is there in any case: hooks may differ between ranks, numbers may not.
+            to = f" to {names[-1]}" if len(names) > 1 else ""
+            label = f"{path}.{names[0]}{to}".lstrip(".")
+            # The entry is there in any case: hooks and checkpointing may differ between ranks,
+            # numbers may not.
             here = all(map(runs_where_called, modules))
             runs[path].append((None if here else len(entries), modules))
-            entries.append(Entry(SequentialRun(modules), None, label, rank))
+            entries.append(Entry(SequentialRun(modules, run_groups), None, label, rank))
     return entries, runs
 
 

@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import _foreach_supported_types
 
+from smp.torch_versions import CHECKPOINT_GENERATOR
+
 # From PyTorch's own, to the one in its place.
 Wrapper = Callable[[Any], Any]
 TakeOut = Callable[[], None]
@@ -74,9 +76,9 @@ class _Method:
 
 
 class _Attribute:
-    """Any other attribute of a class: a property, a class method, one of Python's own."""
+    """Any other attribute: a property, a class method, one of Python's own, a function."""
 
-    def __init__(self, owner: type, name: str) -> None:
+    def __init__(self, owner: Any, name: str) -> None:
         self._owner, self._name = owner, name
 
     def put(self, wrapper: Wrapper) -> TakeOut:
@@ -255,6 +257,10 @@ scalers = Change(
     _Method(torch.amp.GradScaler, "_check_scale_growth_tracker"),
     _Method(torch.amp.GradScaler, "_unscale_grads_"),
 )
+
+# Reason: gradients of calls made again by a checkpoint are added up in the first calls' order.
+# End: as of `late_hooks`.
+checkpoints = Change(_Attribute(torch.utils.checkpoint, CHECKPOINT_GENERATOR))
 
 # Reason: the first step's run shows the uses of modules and parameters.
 # End: of this run.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from smp import _core
+from smp.checkpointing import users_checkpoints
 from smp.job import core_warnings, transports
 from smp.modules import (
     hooks,
@@ -40,6 +41,7 @@ def stop(rt: Runtime) -> None:
     """
     late_modules.forget()
     late_hooks.forget()
+    users_checkpoints.forget()
     live_models.forget()
     if rt.core_is_open:
         rt.core_is_open = False
@@ -119,6 +121,8 @@ def _functions(rt: Runtime) -> dict[str, Callable[..., Any]]:
         "capture_state": thread_state.capture_for_call,
         "capture_backward": thread_state.capture_for_backward,
         "with_state": thread_state.serve_with_state,
+        "run_first": users_checkpoints.run_first,
+        "checkpoint_of": users_checkpoints.checkpoint_of,
         "worker_begin": begin_worker,
         "dumps": pickling.dumps,
         "loads": pickling.loads,

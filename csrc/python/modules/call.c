@@ -21,6 +21,8 @@
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
 
+#define CHECKPOINT (SMP_FLAG_FIRST | SMP_FLAG_AGAIN)
+
 static bool
 any_requires_grad(const smp_pack *pack)
 {
@@ -337,6 +339,10 @@ make_call(smp_call_site *site, uint16_t flags, const smp_chain_plan *plan, bool 
         (entry->trains || any_requires_grad(&pack) || smp_chain_trains(plan))) {
         envelope.flags |= SMP_FLAG_GRAPH;
     }
+    if (!(envelope.flags & SMP_FLAG_GRAPH)) {
+        envelope.flags &= (uint16_t)~CHECKPOINT;
+    }
+    call->checkpoint = envelope.flags & CHECKPOINT;
     if (task->backward_depth > 0) {
         envelope.flags |= SMP_FLAG_RECOMPUTE;
     }
@@ -370,6 +376,29 @@ done:
     return value;
 }
 
+/* Whether the call is inside a torch.utils.checkpoint without re-entrance, which gets
+ * the tensors that Recv saves: sets the flag.  0, or -1 with an exception. */
+static int
+find_checkpoint(uint16_t *flags)
+{
+    PyObject *hooks = PyObject_CallOneArg(smp_torch.saved_hooks, Py_True);
+    PyObject *found;
+    long      which;
+
+    if (hooks == NULL || hooks == Py_None) {
+        Py_XDECREF(hooks);
+        return hooks == NULL ? -1 : 0;
+    }
+    found = PyObject_CallOneArg(smp_the_session.checkpoint_of, hooks);
+    Py_DECREF(hooks);
+    which = found == NULL ? -1 : PyLong_AsLong(found);
+    Py_XDECREF(found);
+    if (which > 0) {
+        *flags |= which == 1 ? SMP_FLAG_FIRST : SMP_FLAG_AGAIN;
+    }
+    return which < 0 ? -1 : 0;
+}
+
 /* Whether the call may be a chain's: without hooks. */
 static bool
 may_chain(const smp_entry *entry, uint16_t flags, PyObject *captured)
@@ -391,7 +420,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     bool           undone = true;
     int            grad = smp_torch_grad_enabled();
 
-    if (grad < 0 ||
+    if (grad < 0 || (grad != 0 && find_checkpoint(&flags) < 0) ||
         (captured = PyObject_CallOneArg(session->capture_state,
                                         session->entries[number].path)) == NULL) {
         return NULL;
@@ -536,7 +565,40 @@ py_call_entry(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     return call_entry((int32_t)number, args[1], NULL, 0);
 }
 
+/* requests() -> the number of the microbatch's requests so far; None outside of tasks
+ */
+static PyObject *
+py_requests(PyObject *unused, PyObject *none)
+{
+    (void)unused;
+    (void)none;
+    if (smp_this_task == NULL) {
+        Py_RETURN_NONE;
+    }
+    return PyLong_FromUnsignedLongLong(smp_this_task->count);
+}
+
+/* set_requests(number): the next request is the one after this. */
+static PyObject *
+py_set_requests(PyObject *unused, PyObject *number)
+{
+    uint64_t count = PyLong_AsUnsignedLongLong(number);
+
+    (void)unused;
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    if (smp_this_task != NULL) {
+        smp_this_task->count = count;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"requests", py_requests, METH_NOARGS,
+     "requests() -> number of the microbatch's requests so far; None outside of tasks"},
+    {"set_requests", py_set_requests, METH_O,
+     "set_requests(number): the next request is the one after this"},
     {"call_remote", __extension__(PyCFunction)(void (*)(void)) py_call_remote,
      METH_FASTCALL,
      "call_remote(module, args, kwargs, bare, inputs): a remote call without hooks"},

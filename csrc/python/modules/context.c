@@ -20,7 +20,7 @@ context_dealloc(PyObject *object)
 
     Py_XDECREF(self->path);
     Py_XDECREF(self->inputs);
-    Py_XDECREF(self->outputs);
+    Py_XDECREF(self->edges);
     Py_XDECREF(self->gradients);
     Py_XDECREF(self->node);
     Py_XDECREF(self->enters);
@@ -36,9 +36,10 @@ void
 smp_context_drop(smp_context *context)
 {
     if (context != NULL) {
-        Py_CLEAR(context->outputs);
+        Py_CLEAR(context->edges);
         Py_CLEAR(context->node);
         Py_CLEAR(context->enters);
+        Py_CLEAR(context->held);
         Py_DECREF(context);
     }
 }
@@ -193,13 +194,33 @@ smp_context_enter(smp_unpack *unpack, const smp_envelope *envelope)
     return self;
 }
 
-/* Finds the arguments unreached by the outputs. */
-static int
-find_unreached(smp_context *context)
+int
+smp_context_find_unreached(smp_context *context, PyObject *outputs)
 {
-    return smp_reach(&PyTuple_GET_ITEM(context->outputs, 0),
-                     (size_t)PyTuple_GET_SIZE(context->outputs), context->enters,
-                     context->ninputs, &context->unreached);
+    if (PyList_GET_SIZE(outputs) == 0) {
+        return 0;
+    }
+    return smp_reach(&PyList_GET_ITEM(outputs, 0), (size_t)PyList_GET_SIZE(outputs),
+                     context->enters, context->ninputs, &context->unreached);
+}
+
+/* The gradient edges of the outputs (new). */
+static PyObject *
+edges_of(PyObject *outputs)
+{
+    PyObject *edges = PyTuple_New(PyList_GET_SIZE(outputs));
+
+    for (Py_ssize_t i = 0; edges != NULL && i < PyList_GET_SIZE(outputs); i++) {
+        PyObject *edge = PyObject_CallOneArg(smp_torch.get_gradient_edge,
+                                             PyList_GET_ITEM(outputs, i));
+
+        if (edge == NULL) {
+            Py_CLEAR(edges);
+            break;
+        }
+        PyTuple_SET_ITEM(edges, i, edge);
+    }
+    return edges;
 }
 
 /* Opens, or closes, the request in the ledger for each of its entries. */
@@ -233,11 +254,11 @@ smp_context_keep(smp_context *context, PyObject *outputs, uint64_t call)
     int       failed = 0;
 
     if (PyList_GET_SIZE(outputs) > 0 || context->held != NULL) {
-        context->outputs = PyList_AsTuple(outputs);
+        context->edges = edges_of(outputs);
         context->in_ledger = PyList_GET_SIZE(outputs) > 0;
         key = PyLong_FromUnsignedLongLong(call);
-        failed = context->outputs == NULL || key == NULL ||
-                         (context->in_ledger && find_unreached(context) < 0) ||
+        failed = context->edges == NULL || key == NULL ||
+                         smp_context_find_unreached(context, outputs) < 0 ||
                          PyDict_SetItem(smp_the_session.contexts, key,
                                         (PyObject *)context) < 0 ||
                          tell_ledger(context, smp_gradients_open) < 0
@@ -245,7 +266,7 @@ smp_context_keep(smp_context *context, PyObject *outputs, uint64_t call)
                      : 0;
         Py_XDECREF(key);
     }
-    Py_CLEAR(context->node); /* the outputs keep the graph, until their backward */
+    Py_CLEAR(context->node); /* the edges keep the graph, until their backward */
     Py_CLEAR(context->enters);
     return failed;
 }

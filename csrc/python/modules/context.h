@@ -3,7 +3,7 @@
  *     x... = Enter(leaf)     the request's tensors, as non-leaf, non-view tensors
  *     y    = module(x...)
  *
- * A context keeps y, and Enter's gradients.
+ * A context keeps y's gradient edge, not its data, and Enter's gradients.
  *
  * Threads  The GIL is held, by the holder of the baton.
  * Errors   0, or -1 or NULL with an exception.
@@ -21,7 +21,7 @@ typedef struct {
     int32_t   microbatch;
     uint64_t  order;
     PyObject *inputs;    /* while Enter is built: list of the request's tensors */
-    PyObject *outputs;   /* tuple: the outputs with requires_grad */
+    PyObject *edges;     /* tuple: gradient edges of outputs with requires_grad */
     PyObject *gradients; /* list: gradients at Enter, or None; NULL: none yet */
     size_t    ninputs;   /* tensors of the request with requires_grad: reach.h */
     uint64_t  unreached; /* of them */
@@ -52,9 +52,13 @@ smp_context *smp_context_enter(smp_unpack *unpack, const smp_envelope *envelope)
  * Returns  Enter's outputs, a tuple (new). */
 PyObject *smp_context_enter_again(smp_context *context, PyObject *inputs);
 
-/* Keeps the outputs with requires_grad, a list, until the backward of `call`; and held,
- * where it is set.  Without either, nothing. */
+/* Keeps the graph of the outputs with requires_grad, a list, until the backward of
+ * `call`; and held, where it is set.  Without either, nothing. */
 int smp_context_keep(smp_context *context, PyObject *outputs, uint64_t call);
+
+/* Finds the arguments unreached by the outputs, a list: `unreached`.  For a context
+ * that is not kept. */
+int smp_context_find_unreached(smp_context *context, PyObject *outputs);
 
 /* The gradients of its backward are complete. */
 int smp_context_close(const smp_context *context);

@@ -68,6 +68,9 @@ call_dealloc(PyObject *object)
 
 static PyObject *name_call;
 static PyObject *name_materialize;
+static PyObject *name_save;
+static PyObject *name_saved;
+static PyObject *name_item;
 
 /* ctx.call = call, and undefined gradients stay undefined. */
 static int
@@ -102,15 +105,56 @@ send_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     return make_token();
 }
 
+/* Has the node save a tensor with the call's number. */
+static int
+save_number(PyObject *ctx, uint64_t number)
+{
+    static const int64_t         shape[1] = {1};
+    static const int64_t         strides[1] = {1};
+    static const smp_tensor_meta meta = {
+        .dtype = {SMP_DL_INT, 64, 1}, .ndim = 1, .bytes = sizeof(number)};
+    PyObject *tensor = smp_tensor_copy_of(&meta, shape, strides, &number);
+    PyObject *saved =
+        tensor == NULL ? NULL : PyObject_CallMethodOneArg(ctx, name_save, tensor);
+
+    Py_XDECREF(tensor);
+    Py_XDECREF(saved);
+    return saved == NULL ? -1 : 0;
+}
+
 /* Recv.forward(ctx, call, token) -> the response's tensors */
 static PyObject *
 recv_forward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {
+    smp_call_object *self;
+
     (void)unused;
     if (nargs != 3 || remember(args[0], args[1]) < 0) {
         return NULL;
     }
-    return PyList_AsTuple(((smp_call_object *)args[1])->outputs);
+    self = (smp_call_object *)args[1];
+    if (self->checkpoint != 0 && save_number(args[0], self->call) < 0) {
+        return NULL;
+    }
+    return PyList_AsTuple(self->outputs);
+}
+
+/* Keeps a checkpoint's second call for its number, until the task's end. */
+static int
+keep_again(smp_call_object *call)
+{
+    smp_task *task = smp_this_task;
+    PyObject *number = PyLong_FromUnsignedLongLong(call->call);
+    int       failed = -1;
+
+    if (number != NULL && task->again == NULL) {
+        task->again = PyDict_New();
+    }
+    if (number != NULL && task->again != NULL) {
+        failed = PyDict_SetItem(task->again, number, (PyObject *)call);
+    }
+    Py_XDECREF(number);
+    return failed;
 }
 
 /* Runs Send on the inputs, without the unreached. */
@@ -149,9 +193,14 @@ PyObject *
 smp_nodes_apply(smp_call_object *call, PyObject *inputs, uint64_t unreached,
                 bool last_first)
 {
-    PyObject *token = apply_send(call, inputs, unreached, last_first);
+    PyObject *token;
     PyObject *outputs;
 
+    call->open = !(call->checkpoint & SMP_FLAG_FIRST);
+    if ((call->checkpoint & SMP_FLAG_AGAIN) && keep_again(call) < 0) {
+        return NULL;
+    }
+    token = apply_send(call, inputs, unreached, last_first);
     if (token == NULL) {
         return NULL;
     }
@@ -160,7 +209,6 @@ smp_nodes_apply(smp_call_object *call, PyObject *inputs, uint64_t unreached,
                             (PyObject *const[]){(PyObject *)call, token}, 2, NULL);
     Py_DECREF(token);
     Py_CLEAR(call->outputs);
-    call->open = outputs != NULL;
     return outputs;
 }
 
@@ -194,12 +242,50 @@ check_backward(const smp_call_object *self)
     return 0;
 }
 
+/* The call with the graph on the owner (new): the node's own, or a checkpoint's second
+ * one, which may be made now. */
+static smp_call_object *
+call_with_graph(PyObject *ctx, smp_call_object *self)
+{
+    PyObject        *saved;
+    PyObject        *number;
+    smp_call_object *call = NULL;
+
+    if (self->checkpoint == 0) {
+        return (smp_call_object *)Py_NewRef(self);
+    }
+    saved = PyObject_GetAttr(ctx, name_saved);
+    if (saved == NULL) {
+        return NULL;
+    }
+    number = PyObject_CallMethodNoArgs(PyTuple_GET_ITEM(saved, 0), name_item);
+    Py_DECREF(saved);
+    if (number == NULL) {
+        return NULL;
+    }
+    if (smp_this_task->again != NULL) {
+        call = (smp_call_object *)Py_XNewRef(
+            PyDict_GetItemWithError(smp_this_task->again, number));
+    }
+    if (call == NULL && !PyErr_Occurred()) {
+        (void)raise_for(self,
+                        "a checkpoint's second forward has not called a module of "
+                        "another rank that its first one called");
+    }
+    if (call != NULL && PyDict_DelItem(smp_this_task->again, number) < 0) {
+        Py_CLEAR(call);
+    }
+    Py_DECREF(number);
+    return call;
+}
+
 /* Recv.backward(ctx, *gradients) -> None, token's gradient */
 static PyObject *
 recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
 {
     smp_session     *session = &smp_the_session;
     smp_call_object *self;
+    smp_call_object *call;
     smp_envelope     envelope;
     smp_pack         pack;
     PyObject        *state;
@@ -213,7 +299,12 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     }
     Py_DECREF(self); /* ctx keeps it */
     if (check_backward(self) < 0 || smp_placeholders_fetch(self->placeholders) < 0 ||
-        (state = PyObject_CallNoArgs(session->capture_backward)) == NULL) {
+        (call = call_with_graph(args[0], self)) == NULL) {
+        return NULL;
+    }
+    state = PyObject_CallNoArgs(session->capture_backward);
+    if (state == NULL) {
+        Py_DECREF(call);
         return NULL;
     }
     smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(self->owner), NULL);
@@ -235,18 +326,21 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
                        .step = session->step,
                        .entry = self->entry,
                        .call = self->backward,
-                       .about = self->call,
+                       .about = call->call,
                        .seed = (uint64_t)smp_this_task->backwards,
-                       .number = smp_call_of_backward(self->number)};
+                       .number = smp_call_of_backward(call->number)};
     if (failed == 0) {
         failed = smp_pack_send(&pack, &envelope);
     }
     smp_pack_fini(&pack);
     Py_DECREF(state);
+    if (failed == 0) {
+        call->open = false;
+    }
+    Py_DECREF(call);
     if (failed < 0) {
         return NULL;
     }
-    self->open = false;
     token = make_token();
     return token == NULL ? NULL : Py_BuildValue("(ON)", Py_None, token);
 }
@@ -324,8 +418,12 @@ smp_nodes_add(PyObject *module)
 {
     name_call = PyUnicode_InternFromString("call");
     name_materialize = PyUnicode_InternFromString("materialize_grads");
+    name_save = PyUnicode_InternFromString("save_for_backward");
+    name_saved = PyUnicode_InternFromString("saved_tensors");
+    name_item = PyUnicode_InternFromString("item");
     call_type = (PyTypeObject *)PyType_FromSpec(&call_spec);
-    if (name_call == NULL || name_materialize == NULL || call_type == NULL) {
+    if (name_call == NULL || name_materialize == NULL || name_save == NULL ||
+        name_saved == NULL || name_item == NULL || call_type == NULL) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);

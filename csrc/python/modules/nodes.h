@@ -7,6 +7,11 @@
  * posts the request for the gradients and returns, and Send waits for them: between the
  * two the engine runs independent nodes.  [design.md, section 3]
  *
+ * Checkpoints  In the first forward of a torch.utils.checkpoint without re-entrance,
+ * the owner forgets the graph.  Recv saves a tensor with the call's number.  To unpack
+ * this tensor, the checkpoint calls again; the second call's Recv has saved its own
+ * number, and Recv's backward is that call's.
+ *
  * Threads  The GIL is held, by the holder of the baton.
  */
 #ifndef SMP_PYTHON_MODULES_NODES_H
@@ -29,6 +34,7 @@ typedef struct {
     uint64_t  call;         /* of the forward */
     uint64_t  backward;     /* of the backward; 0: not begun */
     bool      open;         /* the owner keeps a graph, neither used nor released */
+    uint16_t  checkpoint;   /* SMP_FLAG_FIRST, SMP_FLAG_AGAIN; 0: in none */
     PyObject *outputs;      /* while Recv is built: list of the tensors it gives out */
     PyObject *placeholders; /* of a chain: list of weak references; NULL: none */
 } smp_call_object;

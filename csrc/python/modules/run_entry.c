@@ -7,31 +7,34 @@ PyObject *
 smp_run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject *args,
               PyObject *kwargs)
 {
+    PyObject *function = entry->callable;
+    PyObject *given = Py_NewRef(args);
+    PyObject *named = kwargs == NULL ? Py_None : kwargs;
     PyObject *value;
 
-    if (!(flags & SMP_FLAG_GRAD) && smp_torch_set_grad(false) < 0) {
+    if ((flags & (SMP_FLAG_BARE | SMP_FLAG_INPUTS)) || smp_has_hooks(entry->module)) {
+        Py_SETREF(given, PyTuple_Pack(5, entry->module, given, named,
+                                      flags & SMP_FLAG_BARE ? Py_True : Py_False,
+                                      flags & SMP_FLAG_INPUTS ? Py_True : Py_False));
+        function = smp_the_session.serve_hooked;
+        named = Py_None;
+    }
+    if (state != NULL && given != NULL) {
+        Py_SETREF(given, PyTuple_Pack(4, state, function, given, named));
+        function = smp_the_session.with_state;
+        named = Py_None;
+    }
+    if ((flags & SMP_FLAG_FIRST) && given != NULL) {
+        Py_SETREF(given, PyTuple_Pack(3, function, given, named));
+        function = smp_the_session.run_first;
+        named = Py_None;
+    }
+    if (given == NULL || (!(flags & SMP_FLAG_GRAD) && smp_torch_set_grad(false) < 0)) {
+        Py_XDECREF(given);
         return NULL;
     }
-    if ((flags & (SMP_FLAG_BARE | SMP_FLAG_INPUTS)) || smp_has_hooks(entry->module)) {
-        PyObject *hooked =
-            PyTuple_Pack(5, entry->module, args, kwargs == NULL ? Py_None : kwargs,
-                         flags & SMP_FLAG_BARE ? Py_True : Py_False,
-                         flags & SMP_FLAG_INPUTS ? Py_True : Py_False);
-
-        value = hooked == NULL ? NULL
-                : state == NULL
-                    ? PyObject_Call(smp_the_session.serve_hooked, hooked, NULL)
-                    : PyObject_CallFunctionObjArgs(smp_the_session.with_state, state,
-                                                   smp_the_session.serve_hooked, hooked,
-                                                   Py_None, NULL);
-        Py_XDECREF(hooked);
-    } else if (state != NULL) {
-        value = PyObject_CallFunctionObjArgs(smp_the_session.with_state, state,
-                                             entry->callable, args,
-                                             kwargs == NULL ? Py_None : kwargs, NULL);
-    } else {
-        value = PyObject_Call(entry->callable, args, kwargs);
-    }
+    value = PyObject_Call(function, given, named == Py_None ? NULL : named);
+    Py_DECREF(given);
     if (!(flags & SMP_FLAG_GRAD)) {
         PyObject *type;
         PyObject *error;

@@ -98,6 +98,7 @@ serve_forward(smp_message *request, smp_task *task)
     PyObject    *value = NULL;
     bool         sent = false;
     bool         keeps = false; /* the context is the session's, too */
+    bool         keeps_graph;
     smp_unpack   unpack = {0};
     smp_pack     pack;
 
@@ -109,13 +110,15 @@ serve_forward(smp_message *request, smp_task *task)
     entry = &session->entries[envelope.entry];
     smp_pack_init(&pack, session->comm, source, &unpack);
     pack.graph = (envelope.flags & SMP_FLAG_GRAPH) != 0;
+    keeps_graph = pack.graph && !(envelope.flags & SMP_FLAG_FIRST);
     if (smp_unpack_init(&unpack, smp_the_session.comm, request, NULL, true, false) <
             0 ||
         smp_stream_seed(task, smp_mix(envelope.seed, 1)) < 0) {
         goto done;
     }
-    if (pack.graph ? (context = smp_context_enter(&unpack, &envelope)) == NULL
-                   : smp_gradients_suspect(envelope.microbatch, envelope.entry) < 0) {
+    if ((pack.graph && (context = smp_context_enter(&unpack, &envelope)) == NULL) ||
+        (!keeps_graph &&
+         smp_gradients_suspect(envelope.microbatch, envelope.entry) < 0)) {
         goto done;
     }
     args = smp_unpack_value(&unpack);
@@ -158,7 +161,9 @@ serve_forward(smp_message *request, smp_task *task)
         int       failed = outputs == NULL || smp_pack_add_in_graph(&pack, outputs) < 0;
 
         context->count = task->count;
-        failed = failed || smp_context_keep(context, outputs, envelope.call) < 0;
+        failed =
+            failed || (keeps_graph ? smp_context_keep(context, outputs, envelope.call)
+                                   : smp_context_find_unreached(context, outputs)) < 0;
         Py_XDECREF(outputs);
         if (failed) {
             goto done;
@@ -168,7 +173,7 @@ serve_forward(smp_message *request, smp_task *task)
     envelope.about = task->count;
     envelope.seed = context == NULL ? 0 : context->unreached;
     sent = smp_pack_send(&pack, &envelope) == 0;
-    keeps = sent;
+    keeps = sent && keeps_graph;
 done:
     if (keeps) {
         Py_XDECREF(context);
@@ -189,7 +194,7 @@ done:
 static int
 run_engine(smp_context *context, smp_unpack *unpack, uint16_t flags)
 {
-    Py_ssize_t noutputs = PyTuple_GET_SIZE(context->outputs);
+    Py_ssize_t noutputs = PyTuple_GET_SIZE(context->edges);
     PyObject  *roots = PyList_New(0);
     PyObject  *grads = PyList_New(0);
     PyObject  *result = NULL;
@@ -211,7 +216,7 @@ run_engine(smp_context *context, smp_unpack *unpack, uint16_t flags)
         int       failed = 0;
 
         if (gradient != NULL && gradient != Py_None) {
-            failed = PyList_Append(roots, PyTuple_GET_ITEM(context->outputs, i)) < 0 ||
+            failed = PyList_Append(roots, PyTuple_GET_ITEM(context->edges, i)) < 0 ||
                      PyList_Append(grads, gradient) < 0;
         }
         Py_XDECREF(gradient);
@@ -229,7 +234,7 @@ run_engine(smp_context *context, smp_unpack *unpack, uint16_t flags)
     context->running = true;
     Py_SETREF(roots, PyList_AsTuple(roots));
     Py_SETREF(grads, PyList_AsTuple(grads));
-    Py_CLEAR(context->outputs); /* the roots alone keep the graph */
+    Py_CLEAR(context->edges); /* the roots alone keep the graph */
     call = PyTuple_Pack(7, roots, grads, Py_False, Py_False, none, Py_True, Py_True);
     if (call == NULL) {
         goto done;

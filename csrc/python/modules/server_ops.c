@@ -141,6 +141,7 @@ op_execute(void *ctx, smp_message *request)
     }
     smp_chain_leave(&task);
     Py_CLEAR(task.placeholders);
+    Py_CLEAR(task.again);
     exit_context(context);
     smp_stream_leave(&task);
     smp_calls_fini(&task.calls);
@@ -171,6 +172,7 @@ op_run_root(void *ctx, int32_t microbatch)
                          smp_gradients_done(microbatch) < 0)) {
         Py_CLEAR(done);
     }
+    Py_CLEAR(task.again);
     if (done == NULL) {
         smp_session_fail(&task);
     } else {

@@ -62,6 +62,10 @@ typedef struct {
                                 value, and gives the module's value */
     PyObject *capture_backward; /* -> state to travel with a backward, or None */
     PyObject *with_state;       /* state, callable, args, kwargs -> result */
+    PyObject *run_first; /* callable, args, kwargs -> result, as a checkpoint's first
+                            forward */
+    PyObject *checkpoint_of;    /* hooks of saved tensors -> 1: of a checkpoint's first
+                                   forward, 2: of its second one, 0: neither */
     PyObject *worker_begin;     /* -> None, on each new worker thread */
     PyObject *enter_device;     /* -> None, before each task; NULL or None: no device */
     PyObject *device_generator; /* its random numbers; NULL or None likewise */

@@ -241,6 +241,8 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"capture_state", &session->capture_state},
         {"capture_backward", &session->capture_backward},
         {"with_state", &session->with_state},
+        {"run_first", &session->run_first},
+        {"checkpoint_of", &session->checkpoint_of},
         {"worker_begin", &session->worker_begin},
         {"enter_device", &session->enter_device},
         {"device_generator", &session->device_generator},

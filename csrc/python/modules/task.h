@@ -25,6 +25,8 @@ typedef struct smp_task {
     struct smp_chain *chain; /* owned: calls foreseen and not made yet; NULL: none */
     struct smp_trail *trail; /* owned: the last call, to learn from; NULL: none */
     PyObject         *placeholders; /* owned: list of weak references; NULL: none */
+    PyObject         *again;        /* owned: dict, number -> Call: calls made again by
+                                       checkpoints, before their backwards (nodes.h); NULL: none */
     bool foreseen; /* a call runs that its caller has not made yet */
     bool refused;  /* it may not: serve_chain.h */
 } smp_task;

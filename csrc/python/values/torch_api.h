@@ -27,7 +27,9 @@ typedef struct {
     PyObject          *is_inference;
     PyObject          *run_backward; /* the engine's */
     PyObject          *sequence; /* -> the count of nodes that autograd made here */
-    PyObject          *generator;    /* the default CPU generator */
+    PyObject          *get_gradient_edge;
+    PyObject          *saved_hooks; /* the thread's innermost, or None */
+    PyObject          *generator;   /* the default CPU generator */
     PyObject          *set_multithreading;
     PyObject          *backend_error; /* torch.distributed.DistBackendError */
 } smp_torch_api;
