@@ -539,9 +539,7 @@ class DistributedModel(live_models.LiveModel):
         They are the module's own, as long as `DistributedOptimizer.redefined_params` is False.
         """
         masters = getattr(state.optimizer, "masters", None)
-        by_id = (
-            {id(m.half_parameter): m for m in masters.every()} if masters is not None else {}
-        )
+        by_id = {id(m.stands_for): m for m in masters.every()} if masters is not None else {}
         for name, parameter in self.named_parameters():
             yield name, by_id.get(id(parameter), parameter)
 

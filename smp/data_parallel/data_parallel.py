@@ -34,6 +34,7 @@ from smp.modules.live_models import LiveModel, record_of
 from smp.precision import masters
 from smp.ranks import CommGroup
 from smp.runtime import microbatches
+from smp.sharding import owners
 from smp.slicing.parameter_marks import attach_hooks
 from smp.slicing.slices import is_scaled_batch
 from smp.slicing.split_parameters import among_slices
@@ -60,6 +61,7 @@ class DataParallel:
         hook, hook_state: registered in place of the sum.
         is_joining: inside ``join()``.
         additions: by id of the parameter, the most additions by an exchanged backward.
+        has_averages: the gradients are those of an exchange, so far.
         keeps_apart_at_once: the ledger does not tell of additions to a gradient already sent.
     """
 
@@ -91,6 +93,7 @@ class DataParallel:
         self.hook: CommHook | None = None
         self.hook_state: Any = None
         self.is_joining = False
+        self.has_averages = False
         self.reduction: Reduction | None = None
         self.additions: dict[int, int] = {}
         self._rt = record_of(model).rt
@@ -143,8 +146,12 @@ class DataParallel:
 
     def _prepare(self) -> None:
         parameters = [p for _, p in self.named_parameters()]
+        owners.assign(parameters)
         # A conversion may exchange the tensor behind a parameter, and the hooks with it.
-        now = [(id(p), p._cdata, p.dtype, gradient_dtype(p), p.device) for p in parameters]
+        now = [
+            (id(p), p._cdata, p.dtype, gradient_dtype(p), p.device, owners.parts_of(p))
+            for p in parameters
+        ]
         if now == self._built_for:
             return
         self._built_for, self.additions = now, {}
@@ -160,6 +167,26 @@ class DataParallel:
                 handle.remove()
             self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters()}
             self._grad_hooks = [hook for p in parameters for hook in self._watch_gradient(p)]
+
+    def assign_owners(self) -> None:
+        """Give owners to this rank's parameters, once it is known which these are."""
+        if self._rt.pp_size == 1 or self._model.partitioned:
+            owners.assign([p for _, p in self.named_parameters()])
+
+    def begin_step(self) -> None:
+        """Have the replicas' mean be the averages of before, which the owners alone have."""
+        if not self.has_averages:
+            return
+        self.has_averages = False
+        for bucket in self._buckets:
+            if bucket.parts is None:
+                continue
+            is_here = owners.part_here(bucket.parts) is not None
+            for parameter in bucket.parameters():
+                if parameter.grad is not None and is_here:
+                    parameter.grad.mul_(len(self.replicas.of_slices.ranks))
+                elif parameter.grad is not None:
+                    parameter.grad = None
 
     def _watch_gradient(self, parameter: nn.Parameter) -> list[Any]:
         """Hooks before and after each addition to a gradient; returns their handles."""
@@ -211,6 +238,7 @@ class DataParallel:
         with_buffers = self.broadcasts_buffers and self._model.training
         self._end_what_a_backward_left()
         if self.reduction is None:
+            self.begin_step()
             if not self.takes_part():
                 return forward()
             begin([self], with_buffers)
@@ -278,6 +306,11 @@ class DataParallel:
             raise NotImplementedError(
                 "smp: join() with deterministic_server=True, where all replicas make the same "
                 "steps: give each replica as many batches"
+            )
+        if owners.is_on():
+            raise NotImplementedError(
+                "smp: join() with shard_optimizer_state=True: a replica without inputs would "
+                "not update the parameters that it owns; give each replica as many batches"
             )
         if sum(1 for m in live_models.living() if record_of(m).replicas) > 1:
             raise NotImplementedError(
@@ -358,6 +391,20 @@ def members_of(models: Sequence[LiveModel]) -> list[DataParallel]:
 def due(models: Sequence[LiveModel]) -> list[DataParallel]:
     """The models to exchange gradients after the step beginning now; counts steps."""
     return [member for member in members_of(models) if member.takes_part()]
+
+
+def assign_owners() -> None:
+    """Give owners to parameters of models that have their replicas, outside of steps."""
+    for member in members_of(live_models.living()):
+        member.assign_owners()
+
+
+@among_slices
+@torch.no_grad()
+def begin_step(models: Sequence[LiveModel]) -> None:
+    """A step begins, perhaps without an exchange."""
+    for member in members_of(models):
+        member.begin_step()
 
 
 def watch(models: Sequence[LiveModel]) -> None:

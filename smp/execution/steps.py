@@ -316,6 +316,8 @@ class Step:
         """
         rt = self.rt
         trains = torch.is_grad_enabled() and any(m.training for m in models)
+        if torch.is_grad_enabled():
+            data_parallel.begin_step(models)
         if trains:
             self._refuse_if_forked()
             self.reduction = data_parallel.begin(data_parallel.due(models))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smp.collectives.objects import refuse_if_forked
 from smp.optimizers import accelerator_or_cpu
-from smp.precision.masters import model_parameter
+from smp.sharding.owners import model_parameter
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
 
