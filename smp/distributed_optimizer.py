@@ -234,7 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "before step()"
                 )
             data_parallel.assign_owners()
-            sharded.drop_others()
+            sharded.take_share()
         masters.make()
         if scaled is not None:
             if closure is not None:
@@ -267,6 +267,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             set_to_none: have no gradients, rather than zeros.
         """
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self.sharded is not None:
+            self.sharded.zero_rest()
         if self.scaled is not None:
             self.scaled.forget()
 
@@ -279,11 +281,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def redefined_params(self) -> bool:
-        """Whether its parameters are others than the module's: master weights.
+        """Whether its parameters are others than the module's: master weights, or slices.
 
         ``model.virtual_named_parameters()`` has both's names.
         """
-        return bool(self.masters.by_number())
+        has_slices = self.sharded is not None and self.sharded.has_slices
+        return has_slices or bool(self.masters.by_number())
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Any:
         """Clip the gradients of the update, by the norm over the whole model.

@@ -38,6 +38,8 @@ class FusedAdam(torch.optim.Adam):
         NotImplementedError: ``bias_correction=False``.
     """
 
+    updates_by_element = True
+
     def __init__(
         self,
         params: Params,

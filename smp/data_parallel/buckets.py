@@ -196,6 +196,17 @@ def _rows_of(gradient: Tensor) -> Tensor:
     return gradient.to_sparse(1).coalesce().clone()
 
 
+def sparse_tables(module: nn.Module) -> set[int]:
+    """The ids of parameters with sparse gradients."""
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for owner in module.modules():
+        is_table = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse
+        for parameter in owner._parameters.values():
+            (sparse if is_table else dense).add(id(parameter))
+    return sparse - dense  # of a tied table the sum of gradients is dense
+
+
 def make_buckets(
     module: nn.Module,
     parameters: Sequence[nn.Parameter],
@@ -213,13 +224,7 @@ def make_buckets(
         holders_of: the ranks of the exchange of a parameter's gradient.
         as_views: gradients are views of the buckets.
     """
-    sparse: set[int] = set()
-    dense: set[int] = set()
-    for owner in module.modules():
-        is_table = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse
-        for parameter in owner._parameters.values():
-            (sparse if is_table else dense).add(id(parameter))
-    sparse -= dense  # of a tied table the sum of gradients is dense
+    sparse = sparse_tables(module)
     members: list[list[nn.Parameter]] = []
     open_at: dict[Any, tuple[int, int]] = {}  # dtype and device -> place, bytes
     for parameter in reversed(parameters):

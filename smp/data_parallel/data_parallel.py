@@ -26,7 +26,7 @@ from torch.autograd.variable import Variable
 from torch.utils.hooks import unserializable_hook
 
 from smp.collectives import objects
-from smp.data_parallel.buckets import Bucket, make_buckets
+from smp.data_parallel.buckets import Bucket, make_buckets, sparse_tables
 from smp.data_parallel.group import Holders, Layout, Replicas, gradient_dtype
 from smp.data_parallel.reduction import Reduction
 from smp.modules import live_models
@@ -145,8 +145,8 @@ class DataParallel:
         return self.replicas.size if self._divides_by_all else active
 
     def _prepare(self) -> None:
+        self.assign_owners()
         parameters = [p for _, p in self.named_parameters()]
-        owners.assign(parameters)
         # A conversion may exchange the tensor behind a parameter, and the hooks with it.
         now = [
             (id(p), p._cdata, p.dtype, gradient_dtype(p), p.device, owners.parts_of(p))
@@ -170,21 +170,25 @@ class DataParallel:
 
     def assign_owners(self) -> None:
         """Give owners to this rank's parameters, once it is known which these are."""
-        if self._rt.pp_size == 1 or self._model.partitioned:
-            owners.assign([p for _, p in self.named_parameters()])
+        if owners.is_on() and (self._rt.pp_size == 1 or self._model.partitioned):
+            sparse = sparse_tables(self._model.module)
+            owners.assign([p for _, p in self.named_parameters()], sparse)
 
-    def begin_step(self) -> None:
-        """Have the replicas' mean be the averages of before, which the owners alone have."""
-        if not self.has_averages:
-            return
-        self.has_averages = False
+    def spread_averages(self, back: bool = False) -> None:
+        """Gradients are about to grow: make the replicas' mean the averages of the owners.
+
+        Args:
+            back: they have not grown.
+        """
+        self.has_averages = back
+        replicas = len(self.replicas.of_slices.ranks)
         for bucket in self._buckets:
             if bucket.parts is None:
                 continue
             is_here = owners.part_here(bucket.parts) is not None
             for parameter in bucket.parameters():
                 if parameter.grad is not None and is_here:
-                    parameter.grad.mul_(len(self.replicas.of_slices.ranks))
+                    parameter.grad.mul_(1 / replicas if back else replicas)
                 elif parameter.grad is not None:
                     parameter.grad = None
 
@@ -195,6 +199,9 @@ class DataParallel:
         @unserializable_hook
         def will_accumulate(gradient: Tensor | None) -> None:
             living, parameter = this(), its_parameter()
+            if living is not None and living.has_averages:
+                with torch.no_grad():
+                    living.spread_averages()
             if living is not None and living.reduction is not None and parameter is not None:
                 living.reduction.keep_apart(parameter)
 
@@ -238,7 +245,6 @@ class DataParallel:
         with_buffers = self.broadcasts_buffers and self._model.training
         self._end_what_a_backward_left()
         if self.reduction is None:
-            self.begin_step()
             if not self.takes_part():
                 return forward()
             begin([self], with_buffers)
@@ -401,10 +407,24 @@ def assign_owners() -> None:
 
 @among_slices
 @torch.no_grad()
-def begin_step(models: Sequence[LiveModel]) -> None:
-    """A step begins, perhaps without an exchange."""
-    for member in members_of(models):
-        member.begin_step()
+def spread_averages(models: Sequence[LiveModel]) -> list[DataParallel]:
+    """A step of a pipeline begins.
+
+    Returns:
+        the models whose gradients it changes, for `take_back_averages`.
+    """
+    members = [member for member in members_of(models) if member.has_averages]
+    for member in members:
+        member.spread_averages()
+    return members
+
+
+@among_slices
+@torch.no_grad()
+def take_back_averages(members: Sequence[DataParallel]) -> None:
+    """The step has ended without a backward."""
+    for member in members:
+        member.spread_averages(back=True)
 
 
 def watch(models: Sequence[LiveModel]) -> None:
@@ -442,4 +462,7 @@ def finish(
     """The step is over; see :meth:`Reduction.finish`."""
     for member in reduction.members:
         member.reduction = None
+        if error is None and member.has_averages:  # there was no backward
+            with torch.no_grad():
+                member.spread_averages()
     reduction.finish(error, description)

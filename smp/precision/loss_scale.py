@@ -136,7 +136,7 @@ class ScaledGradients:
     def has_one_of(self, tensors: Iterable[Tensor]) -> bool:
         """Whether a tensor is a parameter of the optimizer, or its gradient."""
         own = {id(model_parameter(p)) for p in self._members()}
-        own |= {id(gradient) for gradient in self._gradients()}
+        own |= {id(model_parameter(p).grad) for p in self._members()} - {id(None)}
         return any(id(model_parameter(tensor)) in own for tensor in tensors)
 
     @among_slices

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
 from smp.marks import HAS_MASTER
-from smp.sharding.owners import keeps_state
+from smp.sharding.owners import keeps_state, model_parameter
 from smp.slicing.slices import MARKS
 from smp.slicing.split_parameters import among_slices
 
@@ -98,13 +98,13 @@ class Masters:
                     state[master] = state.pop(parameter)
 
     def refuse_second(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse half parameters with a master already, as torch refuses any second time.
+        """Refuse parameters with a master, or a slice, as torch refuses any second time.
 
         Raises:
             ValueError: there is one.
         """
-        own = {id(master.stands_for) for master in self.every()}
-        if any(id(parameter) in own for parameter in parameters):
+        own = {id(model_parameter(one)) for one in self._parameters()}
+        if any(id(model_parameter(parameter)) in own for parameter in parameters):
             raise ValueError("some parameters appear in more than one parameter group")
 
     @among_slices
@@ -185,7 +185,7 @@ def take_values_of(parameters: Iterable[Tensor]) -> None:
     wanted = set(map(id, parameters))
     for masters in list(_every):
         for master in masters.every():
-            if id(master.stands_for) in wanted and master.stands_for is not None:
+            if id(model_parameter(master)) in wanted and master.stands_for is not None:
                 master.copy_(master.stands_for)
 
 

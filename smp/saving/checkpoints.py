@@ -39,6 +39,7 @@ from smp.saving import folder_lock, saved_files
 from smp.saving.optimizer_state import HALF_STATES
 from smp.saving.saved_files import CheckpointError, staged_name
 from smp.sharding import owners
+from smp.sharding.slices import joined_shards
 from smp.state_mod import Job, state
 
 if TYPE_CHECKING:
@@ -454,7 +455,9 @@ def _partial_files(
         part = f"{at.pp}_{at.tp}" + (f"_{at.rdp}" if owners.is_on() else "")
         states = optimizer.local_state_dict(gather_if_shard=False)
         if HALF_STATES in states:
-            files[f"{HALF_STATES}_{part}.pt"] = states.pop(HALF_STATES)
+            files[f"{HALF_STATES}_{part}.pt"] = half = states.pop(HALF_STATES)
+            if IS_SHARD in states:
+                half[IS_SHARD] = states[IS_SHARD]
         files[f"optimizer_{part}.pt"] = states
     return files
 
@@ -561,16 +564,25 @@ def _read_parts(job: Job, folder: str, names: list[str], kind: str) -> dict[str,
     out: dict[str, Any] = {}
     for pp in range(saved_pp):
         if pp % job.placement.pp == at.pp:
-            for shard in sorted(shards):
-                file = os.path.join(folder, f"{kind}_{pp}_{at.tp}{shard}.pt")
-                out = _merged(out, saved_files.read(file, "cpu"))
+            files = [f"{kind}_{pp}_{at.tp}{shard}.pt" for shard in sorted(shards)]
+            every = [saved_files.read(os.path.join(folder, file), "cpu") for file in files]
+            out = _merged(out, _of_all_owners(every, kind))
     if kind in _KINDS and not out:  # more ranks than parts
         file = f"{kind}_0_{at.tp}{min(shards)}.pt"
         part = saved_files.read(os.path.join(folder, file), "cpu")
         out = {**part, _BY_NUMBER[kind]: {}}
-    out.pop(IS_SHARD, None)
+        out.pop(IS_SHARD, None)
     out[IS_PARTIAL] = True
     return out
+
+
+def _of_all_owners(shards: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """The parts of a sharded state's owners as one."""
+    first, *_ = shards
+    if first.get(IS_SHARD) is None:
+        return first
+    key, places = _BY_NUMBER[kind], [shard.pop(IS_SHARD)["places"] for shard in shards]
+    return {**first, key: joined_shards([shard[key] for shard in shards], places)}
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from smp.ranks import CommGroup
 from smp.saving.replica import Replica
 from smp.sharding.owners import model_parameter
 from smp.sharding.sharded_optimizer import ShardedOptimizer
+from smp.sharding.slices import joined
 from smp.slicing.slices import Slices, slices_of
 from smp.state_mod import state
 from smp.tensor_parallel import group
@@ -86,7 +87,7 @@ def _settle(optimizer: LiveOptimizer) -> None:
     """Have the optimizer's parameters be those of its next update."""
     if optimizer.sharded is not None:
         data_parallel.assign_owners()
-        optimizer.sharded.drop_others()
+        optimizer.sharded.take_share()
     optimizer.masters.make()
 
 
@@ -95,7 +96,8 @@ def local_state_dict(optimizer: LiveOptimizer, gather_if_shard: bool = True) -> 
 
     Args:
         gather_if_shard: collective over the RDP_GROUP with sharded state; otherwise the shard
-            of this rank has the key ``_smp_is_shard``, with its rdp_rank and the rdp_size.
+            of this rank has the key ``_smp_is_shard``, with the rdp_size and the places of
+            slices.
     """
     _settle(optimizer)
     out = dict(optimizer.optimizer.state_dict())
@@ -107,7 +109,8 @@ def local_state_dict(optimizer: LiveOptimizer, gather_if_shard: bool = True) -> 
                 both = _of_all_owners(optimizer.sharded, put_into(states, masters))
                 states, masters = take_out(both)
             else:
-                out[IS_SHARD] = [ranks.rdp_rank(), ranks.rdp_size()]
+                places = optimizer.sharded.places()
+                out[IS_SHARD] = {"rdp_size": ranks.rdp_size(), "places": places}
         out["state"] = states
         _add_half_states(optimizer, out, masters)
     out[IS_PARTIAL] = True
@@ -117,7 +120,21 @@ def local_state_dict(optimizer: LiveOptimizer, gather_if_shard: bool = True) -> 
 def _of_all_owners(sharded: ShardedOptimizer, own: Mapping[Any, Any]) -> dict[Any, Any]:
     """A state with the entries of the other owners.  Collective over the RDP_GROUP."""
     replica = Replica("optimizer.state_dict", CommGroup.RDP_GROUP)
-    found = replica.route(dict(own), [*own, *sharded.by_number()])
+    every, places = sharded.by_number(), sharded.places()
+    held: dict[Any, Any] = dict(own)
+    for number in places:
+        if number in held:
+            held[f"{number}/{ranks.rdp_rank()}"] = places[number], held.pop(number)
+    whole = [number for number, parts in every.items() if len(parts) == 1]
+    cut = {n: [f"{n}/{p.owner}" for p in parts] for n, parts in every.items() if len(parts) > 1}
+    slices = [key for keys in cut.values() for key in keys]
+    found = replica.route(
+        held, dict.fromkeys([*(k for k in own if k not in cut), *whole, *slices])
+    )
+    for number, keys in cut.items():
+        pieces = [found.pop(key) for key in keys if key in found]
+        if len(pieces) == len(keys):
+            found[number] = joined(pieces)
     numbers = sorted(key for key in found if isinstance(key, int))
     return {key: found[key] for key in (*numbers, *(k for k in found if k not in numbers))}
 
@@ -223,6 +240,7 @@ class _Cut(NamedTuple):
 def _slices(optimizer: LiveOptimizer) -> dict[int, _Cut]:
     """The parameters with a slice on this rank, by number."""
     parameters = [p for members in optimizer.param_groups for p in members["params"]]
+    parameters = [model_parameter(p) for p in parameters]
     cut = ((n, slices_of(p), p) for n, p in enumerate(parameters))
     return {n: _Cut(s, s.full_shape(p.shape)) for n, s, p in cut if s is not None}
 
@@ -321,7 +339,7 @@ def _load_by_number(
     optimizer: LiveOptimizer,
     by_number: dict[Any, Any],
     partial: bool,
-    shard: list[int] | None,
+    shard: dict[str, Any] | None,
 ) -> None:
     """Give the wrapped optimizer the state of this rank's parameters; groups stay."""
     _settle(optimizer)
@@ -347,7 +365,7 @@ def _load_by_number(
 
 
 def _of_all_shards(
-    optimizer: LiveOptimizer, by_number: dict[Any, Any], shard: list[int]
+    optimizer: LiveOptimizer, by_number: dict[Any, Any], shard: dict[str, Any]
 ) -> dict[Any, Any]:
     """The entries for this rank of a state with a shard on each rank.
 
@@ -356,7 +374,7 @@ def _of_all_shards(
     Raises:
         ValueError: the shards are of another number of replicas.
     """
-    _, size = shard
+    size, places = shard["rdp_size"], shard["places"]
     if size != ranks.rdp_size():
         raise ValueError(
             f"smp: optimizer.load_state_dict: this is a shard of {size}, and rdp_size is "
@@ -370,10 +388,16 @@ def _of_all_shards(
         wanted = set(optimizer.sharded.own(dict.fromkeys(wanted)))
     others = [key for key in by_number if not isinstance(key, int)]
     held: dict[Any, Any] = {
-        f"{here}{n}": one for n, one in by_number.items() if isinstance(n, int)
+        f"{here}{n}/{ranks.rdp_rank()}": (places.get(n), one)
+        for n, one in by_number.items()
+        if isinstance(n, int)
     }
-    found = Replica("optimizer.load_state_dict", CommGroup.WORLD).route(
-        held, [f"{here}{n}" for n in sorted(wanted)]
-    )
-    out = {n: found[key] for n in sorted(wanted) if (key := f"{here}{n}") in found}
+    keys = {n: [f"{here}{n}/{rank}" for rank in range(size)] for n in sorted(wanted)}
+    replica = Replica("optimizer.load_state_dict", CommGroup.WORLD)
+    found = replica.route(held, [key for some in keys.values() for key in some])
+    out = {}
+    for number, some in keys.items():
+        pieces = [found[key] for key in some if key in found]
+        if pieces:
+            out[number] = pieces[0][1] if pieces[0][0] is None else joined(pieces)
     return out | {key: by_number[key] for key in others}

@@ -6,7 +6,7 @@ An owner stays for as long as the optimizer has the parameter.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from smp import ranks
 from smp.slicing.slices import elements_alike
 from smp.state_mod import state
 
-SLACK = 0.02  # of the mean load, that an owner may have beyond it
+SLACK = 0.05  # of the mean load: an owner of whole parameters may have it beyond the mean
 UNIT = 64  # elements; kernels compute whole ones alike, wherever they are
 
 
@@ -49,7 +49,7 @@ def share_out(sizes: Sequence[int], cuts: Sequence[bool], loads: list[int]) -> l
             owner = min(free, key=lambda rank: (loads[rank], rank))
             taken = left = sizes[item] - start
             if cuts[item] and loads[owner] + left > most and len(parts) < len(loads) - 1:
-                taken = min(left, -int(loads[owner] - most) // UNIT * UNIT)
+                taken = min(left, int(mean - loads[owner]) // UNIT * UNIT)
                 taken = left if taken < UNIT else taken
             parts.append(Part(owner, start, start + taken))
             loads[owner] += taken
@@ -76,11 +76,12 @@ class Owners:
         self._present: set[int] = set()
         _newest_first.insert(0, weakref.ref(self))
 
-    def assign(self, parameters: Iterable[Tensor]) -> set[int]:
+    def assign(self, parameters: Iterable[Tensor], sparse: Collection[int] = ()) -> set[int]:
         """Give owners to parameters without one, if the optimizer has them.
 
         Args:
             parameters: in training, in an order alike on all replicas.
+            sparse: ids of those with sparse gradients, which are not cut.
 
         Returns:
             the ids of those that the optimizer has.
@@ -89,7 +90,9 @@ class Owners:
         mine = [p for p in parameters if id(p) in self._present]
         new = [p for p in mine if id(p) not in self._parts]
         sizes = [elements_alike(p) for p in new]
-        shares = share_out(sizes, [self._may_cut(p) for p in new], self._loads)
+        shares = share_out(
+            sizes, [id(p) not in sparse and self._may_cut(p) for p in new], self._loads
+        )
         for parameter, size, parts in zip(new, sizes, shares, strict=True):
             self._parts[id(parameter)] = parameter, _stretched(parts, size, parameter.numel())
         return {id(p) for p in mine}
@@ -131,13 +134,18 @@ def is_on() -> bool:
     return state.is_initialized and state.cfg.shard_optimizer_state and ranks.rdp_size() > 1
 
 
-def assign(parameters: Iterable[Tensor]) -> None:
-    """Give owners to a model's parameters in training, for the newest optimizer of each."""
+def assign(parameters: Iterable[Tensor], sparse: Collection[int] = ()) -> None:
+    """Give owners to a model's parameters in training, for the newest optimizer of each.
+
+    Args:
+        parameters: in an order alike on all replicas.
+        sparse: ids of those with sparse gradients.
+    """
     if not is_on():
         return
     left = [p for p in parameters if p.requires_grad]
     for owners in _living():
-        taken = owners.assign(left)
+        taken = owners.assign(left, sparse)
         left = [p for p in left if id(p) not in taken]
 
 

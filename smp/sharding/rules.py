@@ -15,6 +15,14 @@ _OVER_ALL = {
 }  # fmt: skip
 
 
+def updates_by_element(optimizer: Any) -> bool:
+    """Whether the optimizer, by its exact type, looks at each element by itself."""
+    kind = type(optimizer)
+    if kind is torch.optim.SparseAdam:
+        return False  # of sparse gradients, which have no slices
+    return optimizer_trial.is_by_element(optimizer) or "updates_by_element" in vars(kind)
+
+
 def refuse(optimizer: Any) -> None:
     """Refuse an optimizer that would make other steps with a share of the parameters.
 
@@ -25,7 +33,7 @@ def refuse(optimizer: Any) -> None:
         NotImplementedError: it looks at several parameters at once; the text names it.
     """
     kind = type(optimizer)
-    if getattr(kind, "takes_the_models_norm", False):
+    if "takes_the_models_norm" in vars(kind):  # not of a subclass
         return
     names = {cls.__name__.lower() for cls in kind.__mro__}
     if isinstance(optimizer, torch.optim.LBFGS) or names & _OVER_ALL:
