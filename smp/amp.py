@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from smp.collectives.objects import refuse_if_forked
 from smp.modules import live_models
-from smp.precision import masters
 from smp.pytorch import patches
+from smp.sharding import owners
 from smp.state_mod import state
 from smp.tensor_parallel.backward.norms import shared_parameters
 
@@ -22,7 +22,7 @@ class GradScaler(torch.amp.GradScaler):
 
     A rank sees the gradients of its own modules only.  When one rank found an infinity, all
     ranks of the MP_GROUP skip the step and lower the scale.  So `unscale_` and `step` are
-    collective over the MP_GROUP.
+    collective over the MP_GROUP, and over all ranks with sharded optimizer state.
 
     Args:
         device: ``"cuda"``, ``"cpu"``; None: the machine's accelerator.
@@ -115,16 +115,17 @@ def _agreeing(plain: Callable[..., Any]) -> Callable[..., Any]:
             return found
         shared = shared_parameters()
         given = (p for group in optimizer.param_groups for p in group["params"])
-        ids = (id(masters.model_parameter(p)) for p in given)
+        ids = (id(owners.model_parameter(p)) for p in given)
         return _agreed(found, found_inf) if any(one in shared for one in ids) else found
 
     return _unscale_grads_
 
 
 def agree(found_inf: torch.Tensor) -> None:
-    """Make it the largest of the MP_GROUP's, in place."""
+    """Make it the largest of the MP_GROUP's, or with sharded state of all, in place."""
     if state.is_initialized:
         job = state.job("smp.amp.GradScaler")
-        if len(job.groups["mp"]) > 1:
+        kind = owners.group_with_each_element()
+        if len(job.groups[kind]) > 1:
             refuse_if_forked("smp.amp.GradScaler", job.boot.rank, job.pid)
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=job.torch_groups.by_kind["mp"])
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=job.torch_groups.by_kind[kind])

@@ -1,22 +1,27 @@
 """``DistributedOptimizer``: the user's optimizer, on the parameters of this rank."""
 
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from smp import ranks
+from smp import optimizer_trial, ranks
+from smp.data_parallel import data_parallel
 from smp.modules import live_models
 from smp.optimizers import clip_by_the_models_norm
 from smp.precision.loss_scale import LossScale, ScaledGradients
-from smp.precision.masters import Masters, keeps_its_own, model_parameter
+from smp.precision.masters import Masters, keeps_its_own
 from smp.saving import optimizer_state
+from smp.sharding import owners, rules
+from smp.sharding.owners import model_parameter
+from smp.sharding.sharded_optimizer import ShardedOptimizer
 from smp.slicing.slices import slices_of, whole_shape
 from smp.state_mod import state
 from smp.tensor_parallel import group
-from smp.tensor_parallel.backward import optimizer_trial
 from smp.tensor_parallel.splits import replaced_parameters
 
-_OWN = {"optimizer", "step", "zero_grad", "overflow", "masters", "scaled"}
+_OWN = {"optimizer", "step", "zero_grad", "overflow", "masters", "scaled", "sharded"}
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
@@ -95,6 +100,34 @@ def _cut_state(optimizer: torch.optim.Optimizer) -> None:
                     kept[name] = group.own_slice(slices, value)
 
 
+def _sharded(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:
+    """The share of this rank, where the job shares out optimizer state.
+
+    Raises:
+        NotImplementedError: the optimizer looks at several parameters at once.
+    """
+    if not state.is_initialized or not state.cfg.shard_optimizer_state:
+        return None
+    if not owners.is_on():
+        warnings.warn(
+            "smp: shard_optimizer_state=True has no effect: rdp_size is 1, so no two ranks "
+            f"hold the same parameter ({ranks.size()} ranks, pipeline_parallel_degree="
+            f"{ranks.pp_size()}, tensor_parallel_degree={ranks.tp_size()})",
+            stacklevel=3,
+        )
+        return None
+    if keeps_its_own(optimizer):
+        warnings.warn(
+            f"smp: shard_optimizer_state=True has no effect on {type(optimizer).__name__}, "
+            "which has master weights of its own: each replica keeps all of its state; use "
+            "bf16 or fp16 with a plain optimizer to share it out",
+            stacklevel=3,
+        )
+        return None
+    rules.refuse(optimizer)
+    return ShardedOptimizer(optimizer)
+
+
 def _name_of(parameter: torch.Tensor) -> str:
     for model in live_models.of_job("smp.DistributedOptimizer"):
         for name, one in model.named_parameters():
@@ -123,16 +156,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         overflow: whether the last step was skipped (``fp16`` only).
         masters: the float32 weights of half parameters, in their places in the wrapped
             optimizer's groups.
+        sharded: with ``shard_optimizer_state``, this rank's share of the updates.
 
     Raises:
         ValueError: a scale that is not above 0, or an unknown name in ``dynamic_loss_args``.
         NotImplementedError: LBFGS in a pipeline; or an optimizer with norms of whole
-            parameters, or with another update of slices, where this rank has slices.
+            parameters, or with another update of slices, where this rank has slices.  Or one
+            with a look at several parameters at once, with ``shard_optimizer_state``.
     """
 
     optimizer: Any
     masters: Masters
     scaled: ScaledGradients | None  # with a loss scale of ours
+    sharded: ShardedOptimizer | None
 
     def __init__(
         self,
@@ -155,6 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if state.is_initialized and state.cfg.fp16 and not keeps_its_own(optimizer):
             scaled = ScaledGradients(scale, optimizer)
         self.__dict__["scaled"] = scaled
+        self.__dict__["sharded"] = _sharded(optimizer)
         state.optimizer = self
 
     def __getattr__(self, name: str) -> Any:
@@ -175,7 +212,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Update the local parameters.
 
         With ``fp16`` collective over all ranks: an overflow on one of them skips the update
-        on all.
+        on all.  With ``shard_optimizer_state`` collective over the RDP_GROUP.
 
         Args:
             closure: given to the wrapped optimizer, if there is one.
@@ -184,10 +221,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             the wrapped optimizer's result.
 
         Raises:
-            NotImplementedError: a closure, or several DistributedOptimizers, with ``fp16``.
+            NotImplementedError: a closure, or several DistributedOptimizers, with ``fp16``; a
+                closure with ``shard_optimizer_state``.
             RuntimeError: with a loss scale, gradients of ``loss.backward()``.
         """
-        masters, scaled = self.masters, self.scaled
+        masters, scaled, sharded = self.masters, self.scaled, self.sharded
+        if sharded is not None:
+            if closure is not None:
+                raise NotImplementedError(
+                    "smp: optimizer.step(closure) with shard_optimizer_state=True: gradients "
+                    "that a closure makes are not with their owners alone; call backward "
+                    "before step()"
+                )
+            data_parallel.assign_owners()
+            sharded.take_share()
         masters.make()
         if scaled is not None:
             if closure is not None:
@@ -204,9 +251,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             result = self.optimizer.step(masters.closure(closure))
         else:
-            with torch._C.DisableTorchFunctionSubclass():  # slices are as fast as plain tensors
+            hidden = nullcontext() if sharded is None else sharded.others_hidden()
+            # Slices are as fast as plain tensors.
+            with torch._C.DisableTorchFunctionSubclass(), hidden:
                 result = self.optimizer.step()
         masters.give()
+        if sharded is not None:
+            sharded.give_values()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -216,6 +267,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             set_to_none: have no gradients, rather than zeros.
         """
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        if self.sharded is not None:
+            self.sharded.zero_rest()
         if self.scaled is not None:
             self.scaled.forget()
 
@@ -228,17 +281,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def redefined_params(self) -> bool:
-        """Whether its parameters are others than the module's: master weights.
+        """Whether its parameters are others than the module's: master weights, or slices.
 
         ``model.virtual_named_parameters()`` has both's names.
         """
-        return bool(self.masters.by_number())
+        has_slices = self.sharded is not None and self.sharded.has_slices
+        return has_slices or bool(self.masters.by_number())
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> Any:
         """Clip the gradients of the update, by the norm over the whole model.
 
         An optimizer with master weights of its own clips these.  Else the call is collective
-        over the MP_GROUP, with ``fp16`` over all ranks.
+        over the MP_GROUP, with ``fp16`` or ``shard_optimizer_state`` over all ranks.
 
         Args:
             max_norm: of all gradients of the model together.
@@ -280,7 +334,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The whole state; it loads into the plain optimizer of the plain model.
 
         Also where distributed modules have taken the place of its modules.  Collective over the
-        MP_GROUP after the partition.
+        MP_GROUP after the partition, with ``shard_optimizer_state`` over all ranks.
 
         Raises:
             NotImplementedError: one parameter of the plain model is in different groups here.
@@ -291,10 +345,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The state of this rank's parameters; its key ``_smp_is_partial`` is True.
 
         Args:
-            gather_if_shard: whether a sharded state is gathered; without sharding there
-                is nothing to gather.
+            gather_if_shard: with ``shard_optimizer_state``, whether the state of all owners
+                is gathered.  Collective over the RDP_GROUP; False: this rank's shard, for the
+                same rank of as many replicas.
         """
-        return optimizer_state.local_state_dict(self)
+        return optimizer_state.local_state_dict(self, gather_if_shard)
 
     def save_optimizer_backcompat(self, gather_if_shard: bool = True) -> dict:
         """The result of `local_state_dict`; an older name of the original.
@@ -323,10 +378,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             state_dict: that of any plain optimizer of the plain model, or this rank's of
-                `local_state_dict`; partial where its key ``_smp_is_partial`` is True.
+                `local_state_dict`; partial where its key ``_smp_is_partial`` is True.  A
+                shard's load is collective over all ranks.
 
         Raises:
             ValueError: groups of other sizes, or slices of another tp_rank or
-                tensor_parallel_degree.
+                tensor_parallel_degree, or shards of another number of replicas.
         """
         optimizer_state.load(self, state_dict)

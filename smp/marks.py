@@ -84,6 +84,9 @@ TOLD = "_smp_told"
 # A key of partial state dicts, also in files.
 IS_PARTIAL = "_smp_is_partial"
 
+# A key of partial state dicts of sharded optimizers, also in files.
+IS_SHARD = "_smp_is_shard"
+
 # In the __dict__ of a `smp.DistributedModel`: the wrapped module.
 WRAPPED_MODULE = "_smp_module"
 

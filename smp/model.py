@@ -40,6 +40,7 @@ from smp.runtime import (
     sync_batch_norm,
 )
 from smp.saving import state_dicts
+from smp.sharding.owners import model_parameter
 from smp.slicing import parameter_marks
 from smp.slicing.slices import (
     is_of_split_model,
@@ -538,10 +539,8 @@ class DistributedModel(live_models.LiveModel):
 
         They are the module's own, as long as `DistributedOptimizer.redefined_params` is False.
         """
-        masters = getattr(state.optimizer, "masters", None)
-        by_id = (
-            {id(m.half_parameter): m for m in masters.every()} if masters is not None else {}
-        )
+        groups = [] if state.optimizer is None else state.optimizer.param_groups
+        by_id = {id(model_parameter(p)): p for group in groups for p in group["params"]}
         for name, parameter in self.named_parameters():
             yield name, by_id.get(id(parameter), parameter)
 

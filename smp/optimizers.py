@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from smp import ranks
 from smp.collectives.objects import refuse_if_forked
+from smp.sharding import owners
 from smp.slicing.slices import slices_of
 from smp.state_mod import state
 
@@ -36,6 +37,8 @@ class FusedAdam(torch.optim.Adam):
     Raises:
         NotImplementedError: ``bias_correction=False``.
     """
+
+    updates_by_element = True
 
     def __init__(
         self,
@@ -145,12 +148,14 @@ class FusedLAMB(_MultiTensor):
         set_grad_none: the default of ``zero_grad``.
         max_grad_norm: the most for the norm over the whole model; larger gradients are scaled;
             0 turns this off.  With ``smp`` running that norm is over the MP_GROUP, so every
-            rank of it must call ``step``.
+            rank of it must call ``step``; with sharded optimizer state, over all ranks.
         use_nvlamb: scale the step of tensors without weight decay too.
 
     Raises:
         ValueError: ``amsgrad=True``.
     """
+
+    takes_the_models_norm = True
 
     def __init__(
         self,
@@ -322,14 +327,16 @@ def apply(params: list[Tensor], updates: Iterable[Tensor], lr: float) -> None:
 def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of all gradients of the model, a float64 scalar; over the MP_GROUP with smp.
 
-    Gradients held by every rank of a TP_GROUP count once, on tp_rank 0.
+    Gradients held by every rank of a TP_GROUP count once, on tp_rank 0; with sharded optimizer
+    state those of each owner, over all ranks.
     """
     largest = math.isinf(norm_type)
     counts_here = not state.is_initialized or ranks.tp_rank() == 0
     grads = [
-        p.grad
+        gradient
         for p in parameters
-        if p.grad is not None and (counts_here or slices_of(p) is not None)
+        if (counts_here or slices_of(p) is not None)
+        and (gradient := owners.own_gradient(p)) is not None
     ]
     total = torch.zeros((), dtype=torch.float64)  # the same dtype on every rank
     if grads:
@@ -338,12 +345,13 @@ def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Ten
         total = each.max() if largest else each.pow(norm_type).sum()
     if state.is_initialized:
         job = state.job("smp.optimizers")
-        if len(job.groups["mp"]) > 1:
+        kind = owners.group_with_each_element()
+        if len(job.groups[kind]) > 1:
             caller = "smp: the norm of the model's gradients"
             refuse_if_forked(caller, job.boot.rank, job.pid)
             total = total.to(accelerator_or_cpu())
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(total, op, group=job.torch_groups.by_kind["mp"])
+            dist.all_reduce(total, op, group=job.torch_groups.by_kind[kind])
     return total if largest else total.pow(1 / norm_type)
 
 

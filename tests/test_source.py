@@ -116,9 +116,10 @@ MAY_INCLUDE: dict[str, set[str]] = {
 # and the command line stand above all.
 ROOMS = (
     "_version", "torch_versions", "not_built", "marks", "pytorch", "job", "runtime_state",
-    "state_mod", "ranks", "collectives", "slicing", "optimizers", "modules", "partitioning",
-    "precision", "runtime", "tensor_parallel", "checkpointing", "compat", "data_parallel",
-    "saving", "amp", "distributed_optimizer", "model", "execution", "nn", "start", "timeline",
+    "state_mod", "optimizer_trial", "ranks", "collectives", "slicing", "sharding", "optimizers",
+    "modules", "partitioning", "precision", "runtime", "tensor_parallel", "checkpointing",
+    "compat", "data_parallel", "saving", "amp", "distributed_optimizer", "model", "execution",
+    "nn", "start", "timeline",
 )  # fmt: skip
 ABOVE_ALL = {"__init__", "__main__", "self_test"}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from smp.compat.counterparts import Counterpart, Shapes
 from smp.modules import live_models
-from smp.precision.masters import model_parameter
+from smp.sharding.owners import model_parameter
 from smp.tensor_parallel.splits.replacement import Translate
 
 State = dict[str, Any]  # of one parameter

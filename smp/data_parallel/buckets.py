@@ -4,7 +4,6 @@ A bucket answers a communication hook for torch's DistributedDataParallel as
 ``torch.distributed.GradBucket`` does.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp.data_parallel.group import Holders, gradient_dtype
-from smp.slicing.slices import slices_of
+from smp.sharding.owners import Part, Parts, parts_of
+from smp.slicing.slices import elements_alike
 
 MEGABYTE = 1024 * 1024
 
@@ -56,6 +56,9 @@ class Bucket:
         holders: the ranks of the exchange: those of the DP_GROUP, or of the RDP_GROUP for
             parameters with the samples of the whole TP_GROUP.
         as_views: the gradients are views of the buffer.
+
+    Attributes:
+        parts: of the buffer, by the owner of the gradients; None: each rank keeps them.
     """
 
     def __init__(
@@ -81,6 +84,10 @@ class Bucket:
             dense = torch.empty_like(parameter, device="meta")
             self._layout.append((dense.shape, dense.stride(), self._size))
             self._size += dense.numel()
+        parts = parts_of(parameters[0])
+        self.parts: Parts | None = parts
+        if parts is not None and len(parts) == 1:
+            self.parts = (Part(parts[0].owner, 0, self._size),)
         self._bytes: Tensor | None = None  # the Memory's
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
@@ -189,6 +196,17 @@ def _rows_of(gradient: Tensor) -> Tensor:
     return gradient.to_sparse(1).coalesce().clone()
 
 
+def sparse_tables(module: nn.Module) -> set[int]:
+    """The ids of parameters with sparse gradients."""
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for owner in module.modules():
+        is_table = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse
+        for parameter in owner._parameters.values():
+            (sparse if is_table else dense).add(id(parameter))
+    return sparse - dense  # of a tied table the sum of gradients is dense
+
+
 def make_buckets(
     module: nn.Module,
     parameters: Sequence[nn.Parameter],
@@ -206,22 +224,19 @@ def make_buckets(
         holders_of: the ranks of the exchange of a parameter's gradient.
         as_views: gradients are views of the buckets.
     """
-    sparse: set[int] = set()
-    dense: set[int] = set()
-    for owner in module.modules():
-        is_table = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse
-        for parameter in owner._parameters.values():
-            (sparse if is_table else dense).add(id(parameter))
-    sparse -= dense  # of a tied table the sum of gradients is dense
+    sparse = sparse_tables(module)
     members: list[list[nn.Parameter]] = []
     open_at: dict[Any, tuple[int, int]] = {}  # dtype and device -> place, bytes
     for parameter in reversed(parameters):
         if id(parameter) in sparse:
             members.append([parameter])
             continue
-        kind = gradient_dtype(parameter), parameter.device, tuple(holders_of(parameter).ranks)
+        ranks, parts = tuple(holders_of(parameter).ranks), parts_of(parameter) or ()
+        kind: Any = gradient_dtype(parameter), parameter.device, ranks
+        # One owner has all gradients of a bucket, or the bucket has one parameter.
+        kind += (parts[0].owner if len(parts) == 1 else id(parameter) if parts else None,)
         place, held = open_at.get(kind, (-1, 0))
-        nbytes = _bytes_alike(parameter)
+        nbytes = elements_alike(parameter) * gradient_dtype(parameter).itemsize
         if place < 0 or held + nbytes > cap_mb * MEGABYTE:
             place, held = len(members), 0
             members.append([])
@@ -241,13 +256,3 @@ def make_buckets(
         bucket._index = number
         bucket._is_last = number == len(buckets) - 1
     return buckets
-
-
-def _bytes_alike(parameter: nn.Parameter) -> int:
-    """A gradient's bytes; of slices the mean, so buckets are alike on all tp_ranks."""
-    slices = slices_of(parameter)
-    itemsize = gradient_dtype(parameter).itemsize
-    if slices is None:
-        return parameter.numel() * itemsize
-    whole = math.prod(slices.full_shape(parameter.shape))
-    return whole * itemsize // len(slices.ranges)

@@ -26,7 +26,7 @@ from torch.autograd.variable import Variable
 from torch.utils.hooks import unserializable_hook
 
 from smp.collectives import objects
-from smp.data_parallel.buckets import Bucket, make_buckets
+from smp.data_parallel.buckets import Bucket, make_buckets, sparse_tables
 from smp.data_parallel.group import Holders, Layout, Replicas, gradient_dtype
 from smp.data_parallel.reduction import Reduction
 from smp.modules import live_models
@@ -34,6 +34,7 @@ from smp.modules.live_models import LiveModel, record_of
 from smp.precision import masters
 from smp.ranks import CommGroup
 from smp.runtime import microbatches
+from smp.sharding import owners
 from smp.slicing.parameter_marks import attach_hooks
 from smp.slicing.slices import is_scaled_batch
 from smp.slicing.split_parameters import among_slices
@@ -60,6 +61,7 @@ class DataParallel:
         hook, hook_state: registered in place of the sum.
         is_joining: inside ``join()``.
         additions: by id of the parameter, the most additions by an exchanged backward.
+        has_averages: the gradients are those of an exchange, so far.
         keeps_apart_at_once: the ledger does not tell of additions to a gradient already sent.
     """
 
@@ -91,6 +93,7 @@ class DataParallel:
         self.hook: CommHook | None = None
         self.hook_state: Any = None
         self.is_joining = False
+        self.has_averages = False
         self.reduction: Reduction | None = None
         self.additions: dict[int, int] = {}
         self._rt = record_of(model).rt
@@ -142,9 +145,13 @@ class DataParallel:
         return self.replicas.size if self._divides_by_all else active
 
     def _prepare(self) -> None:
+        self.assign_owners()
         parameters = [p for _, p in self.named_parameters()]
         # A conversion may exchange the tensor behind a parameter, and the hooks with it.
-        now = [(id(p), p._cdata, p.dtype, gradient_dtype(p), p.device) for p in parameters]
+        now = [
+            (id(p), p._cdata, p.dtype, gradient_dtype(p), p.device, owners.parts_of(p))
+            for p in parameters
+        ]
         if now == self._built_for:
             return
         self._built_for, self.additions = now, {}
@@ -161,6 +168,30 @@ class DataParallel:
             self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters()}
             self._grad_hooks = [hook for p in parameters for hook in self._watch_gradient(p)]
 
+    def assign_owners(self) -> None:
+        """Give owners to this rank's parameters, once it is known which these are."""
+        if owners.is_on() and (self._rt.pp_size == 1 or self._model.partitioned):
+            sparse = sparse_tables(self._model.module)
+            owners.assign([p for _, p in self.named_parameters()], sparse)
+
+    def spread_averages(self, back: bool = False) -> None:
+        """Gradients are about to grow: make the replicas' mean the averages of the owners.
+
+        Args:
+            back: they have not grown.
+        """
+        self.has_averages = back
+        replicas = len(self.replicas.of_slices.ranks)
+        for bucket in self._buckets:
+            if bucket.parts is None:
+                continue
+            is_here = owners.part_here(bucket.parts) is not None
+            for parameter in bucket.parameters():
+                if parameter.grad is not None and is_here:
+                    parameter.grad.mul_(1 / replicas if back else replicas)
+                elif parameter.grad is not None:
+                    parameter.grad = None
+
     def _watch_gradient(self, parameter: nn.Parameter) -> list[Any]:
         """Hooks before and after each addition to a gradient; returns their handles."""
         this, its_parameter = weakref.ref(self), weakref.ref(parameter)
@@ -168,6 +199,9 @@ class DataParallel:
         @unserializable_hook
         def will_accumulate(gradient: Tensor | None) -> None:
             living, parameter = this(), its_parameter()
+            if living is not None and living.has_averages:
+                with torch.no_grad():
+                    living.spread_averages()
             if living is not None and living.reduction is not None and parameter is not None:
                 living.reduction.keep_apart(parameter)
 
@@ -279,6 +313,11 @@ class DataParallel:
                 "smp: join() with deterministic_server=True, where all replicas make the same "
                 "steps: give each replica as many batches"
             )
+        if owners.is_on():
+            raise NotImplementedError(
+                "smp: join() with shard_optimizer_state=True: a replica without inputs would "
+                "not update the parameters that it owns; give each replica as many batches"
+            )
         if sum(1 for m in live_models.living() if record_of(m).replicas) > 1:
             raise NotImplementedError(
                 "smp: join() with several DistributedModels: which of them the other "
@@ -360,6 +399,34 @@ def due(models: Sequence[LiveModel]) -> list[DataParallel]:
     return [member for member in members_of(models) if member.takes_part()]
 
 
+def assign_owners() -> None:
+    """Give owners to parameters of models that have their replicas, outside of steps."""
+    for member in members_of(live_models.living()):
+        member.assign_owners()
+
+
+@among_slices
+@torch.no_grad()
+def spread_averages(models: Sequence[LiveModel]) -> list[DataParallel]:
+    """A step of a pipeline begins.
+
+    Returns:
+        the models whose gradients it changes, for `take_back_averages`.
+    """
+    members = [member for member in members_of(models) if member.has_averages]
+    for member in members:
+        member.spread_averages()
+    return members
+
+
+@among_slices
+@torch.no_grad()
+def take_back_averages(members: Sequence[DataParallel]) -> None:
+    """The step has ended without a backward."""
+    for member in members:
+        member.spread_averages(back=True)
+
+
 def watch(models: Sequence[LiveModel]) -> None:
     """A step begins: an exchange follows its backward, if any."""
     for member in members_of(models):
@@ -395,4 +462,7 @@ def finish(
     """The step is over; see :meth:`Reduction.finish`."""
     for member in reduction.members:
         member.reduction = None
+        if error is None and member.has_averages:  # there was no backward
+            with torch.no_grad():
+                member.spread_averages()
     reduction.finish(error, description)

@@ -15,6 +15,7 @@ from torch import Tensor
 from smp import ranks
 from smp.collectives.objects import refuse_if_forked
 from smp.pytorch.restore import write
+from smp.sharding.owners import parts_of
 from smp.slicing.slices import slices_of
 
 
@@ -65,6 +66,8 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 def _described(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...], str]:
     """Name, shape and dtype; of a slice, the whole's shape and the cut."""
     dtype = str(tensor.dtype).removeprefix("torch.")
+    if (parts := parts_of(tensor)) is not None:
+        dtype += f" of rdp_rank {', '.join(str(part.owner) for part in parts)}"
     if tensor.requires_grad and gradient_dtype(tensor) != tensor.dtype:
         dtype += " with gradients of " + str(gradient_dtype(tensor)).removeprefix("torch.")
     slices = slices_of(tensor)

@@ -32,9 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import _core
+from smp.collectives.work import AllOf
 from smp.data_parallel.buckets import Bucket, Memory
 from smp.data_parallel.group import Layout, ReplicasDiffer
 from smp.runtime import failures
+from smp.sharding.owners import part_here
 from smp.tensor_parallel.backward import unused_collectives
 from smp.tensor_parallel.backward.step_end import PeerFailed
 
@@ -68,6 +70,7 @@ class Reduction:
         self._had: dict[Tensor, bool] = {
             p: p.grad is not None for _, b in self._buckets for p in b.parameters()
         }
+        self._owners_ranks = self.replicas.of_slices.ranks
         self._overlaps = all(m.overlaps for m in members)
         self._joined = joined
         self._wants_buffers = with_buffers and any(m.broadcasts_buffers for m in members)
@@ -252,9 +255,22 @@ class Reduction:
     def _sum(self, bucket: Bucket) -> Any:
         if len(bucket.holders.ranks) == 1:
             return _Nothing()
-        work = dist.all_reduce(bucket.buffer(), group=bucket.process_group(), async_op=True)
-        assert work is not None
-        return work
+        group = bucket.process_group()
+        if bucket.parts is None or bucket.sparse or bucket.holders.ranks != self._owners_ranks:
+            work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+            assert work is not None
+            return work
+        return AllOf(
+            [
+                dist.reduce(
+                    bucket.buffer()[start:end],
+                    self._owners_ranks[owner],
+                    group=group,
+                    async_op=True,
+                )
+                for owner, start, end in bucket.parts
+            ]
+        )
 
     # -------------------------------------------------------------------- after backward
 
@@ -379,7 +395,7 @@ class Reduction:
                     bucket.set_buffer(tensor)
                 else:
                     bucket.buffer().div_(self._divisor(member, bucket))
-                if not self._joined:
+                if not self._joined and self._keeps(bucket):
                     for parameter, view in zip(
                         bucket.parameters(), bucket.gradients(), strict=True
                     ):
@@ -387,6 +403,16 @@ class Reduction:
         except Exception as error:  # noqa: BLE001 - a hook of the user's, or a connection
             self._failure = self._failure or error
         bucket.empty(self._memory)
+
+    def _keeps(self, bucket: Bucket) -> bool:
+        """Whether the averages are for this rank; clears elements of other owners."""
+        if bucket.parts is None:
+            return True
+        part = part_here(bucket.parts)
+        if part is not None and len(bucket.parts) > 1:
+            bucket.buffer()[: part.start].zero_()
+            bucket.buffer()[part.end :].zero_()
+        return part is not None
 
     def _replace(self, parameter: Tensor, result: Tensor, as_view: bool) -> None:
         """The replicas' gradient takes the place of this one's."""
@@ -418,10 +444,12 @@ class Reduction:
             parameter.grad = parameter.grad + result
 
     def _settle(self, used: list[list[bool]]) -> None:
-        """``.grad`` is the result, or None where no replica has a gradient."""
-        for (_, bucket), wanted in zip(self._buckets, used, strict=True):
+        """``.grad`` is the result, with its owner; None where no replica has a gradient."""
+        for (member, bucket), wanted in zip(self._buckets, used, strict=True):
+            member.has_averages = True
+            is_here = bucket.parts is None or part_here(bucket.parts) is not None
             for parameter, is_used in zip(bucket.parameters(), wanted, strict=True):
-                if not is_used:
+                if not is_used or not is_here:
                     parameter.grad = None
                 elif parameter in self._apart:
                     parameter.grad = self._apart[parameter]

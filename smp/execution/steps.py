@@ -316,6 +316,9 @@ class Step:
         """
         rt = self.rt
         trains = torch.is_grad_enabled() and any(m.training for m in models)
+        spread = []
+        if torch.is_grad_enabled() and rt.pp_size > 1:
+            spread = data_parallel.spread_averages(models)
         if trains:
             self._refuse_if_forked()
             self.reduction = data_parallel.begin(data_parallel.due(models))
@@ -337,9 +340,13 @@ class Step:
                     rt.name,
                 )
                 data_parallel.finish(self.reduction, failure, told)
+            elif not rt.step.saw_backward:
+                data_parallel.take_back_averages(spread)
             if failure is not error:
                 raise failure from error
             raise
+        if self.reduction is None and not rt.step.saw_backward:
+            data_parallel.take_back_averages(spread)
         if rt.step.saw_backward and not trains:
             self.reduction = data_parallel.begin(data_parallel.due(models), with_buffers=False)
         if self.reduction is not None:

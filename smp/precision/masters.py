@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
 from smp.marks import HAS_MASTER
+from smp.sharding.owners import keeps_state, model_parameter
 from smp.slicing.slices import MARKS
 from smp.slicing.split_parameters import among_slices
 
@@ -25,30 +26,28 @@ _MASTER = "master_weight"  # a key beside those of an optimizer's state
 
 
 class MasterWeight(nn.Parameter):
-    """A float32 parameter of an optimizer, in the place of a half one of the model."""
+    """A float32 parameter of an optimizer, in the place of a half one of the model.
 
-    half_parameter: nn.Parameter | None = None
+    Attributes:
+        stands_for: the half one.
+    """
+
+    stands_for: nn.Parameter | None = None
     seen = -1  # the half parameter's version at the last comparison
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The half parameter's gradient."""
-        return None if self.half_parameter is None else self.half_parameter.grad
+        return None if self.stands_for is None else self.stands_for.grad
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if self.half_parameter is not None:
-            self.half_parameter.grad = gradient
+        if self.stands_for is not None:
+            self.stands_for.grad = gradient
 
 
 # Optimizers compute over lists of exactly these classes at once.
 _foreach_supported_types.append(MasterWeight)
-
-
-def model_parameter(parameter: Any) -> Any:
-    """The model's parameter behind one of an optimizer."""
-    half = parameter.half_parameter if isinstance(parameter, MasterWeight) else None
-    return parameter if half is None else half
 
 
 def keeps_its_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -91,19 +90,21 @@ class Masters:
             for place, parameter in enumerate(members):
                 if type(parameter) is MasterWeight or not hasattr(parameter, HAS_MASTER):
                     continue
+                if not keeps_state(parameter):
+                    continue
                 members[place] = master = _master_of(parameter)
                 if parameter in self._optimizer.state:
                     state = self._optimizer.state
                     state[master] = state.pop(parameter)
 
     def refuse_second(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse half parameters with a master already, as torch refuses any second time.
+        """Refuse parameters with a master, or a slice, as torch refuses any second time.
 
         Raises:
             ValueError: there is one.
         """
-        own = {id(master.half_parameter) for master in self.every()}
-        if any(id(parameter) in own for parameter in parameters):
+        own = {id(model_parameter(one)) for one in self._parameters()}
+        if any(id(model_parameter(parameter)) in own for parameter in parameters):
             raise ValueError("some parameters appear in more than one parameter group")
 
     @among_slices
@@ -114,7 +115,7 @@ class Masters:
         An element's master stays where it rounds to the half parameter's value.
         """
         for master in self.every():
-            half = master.half_parameter
+            half = master.stands_for
             assert half is not None
             if half._version == master.seen and half.device == master.device:
                 continue
@@ -129,7 +130,7 @@ class Masters:
         every = self.every()
         if not every:
             return
-        halves: list[Any] = [master.half_parameter for master in every]
+        halves: list[Any] = [master.stands_for for master in every]
         torch._foreach_copy_(halves, [master.data for master in every])
         for master, half in zip(every, halves, strict=True):
             master.seen = half._version
@@ -184,13 +185,13 @@ def take_values_of(parameters: Iterable[Tensor]) -> None:
     wanted = set(map(id, parameters))
     for masters in list(_every):
         for master in masters.every():
-            if id(master.half_parameter) in wanted and master.half_parameter is not None:
-                master.copy_(master.half_parameter)
+            if id(model_parameter(master)) in wanted and master.stands_for is not None:
+                master.copy_(master.stands_for)
 
 
 def _master_of(half: Any) -> MasterWeight:
     master = MasterWeight(half.detach().as_subclass(Tensor).float(), half.requires_grad)
-    master.half_parameter, master.seen = half, half._version
+    master.stands_for, master.seen = half, half._version
     for mark in MARKS:
         if mark in half.__dict__:
             setattr(master, mark, half.__dict__[mark])

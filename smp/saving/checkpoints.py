@@ -5,6 +5,8 @@ A partial checkpoint is a folder with a file from each rank, a full one is a few
     path/{tag}_partial/model_{pp_rank}_{tp_rank}.pt
                        optimizer_{pp_rank}_{tp_rank}.pt
                        fp16_states_{pp_rank}_{tp_rank}.pt     with fp16 or bf16
+                       optimizer_{pp_rank}_{tp_rank}_{rdp_rank}.pt, fp16_states_... likewise
+                                                              with shard_optimizer_state
                        user_content.pt
                        parts               the names of these files
     path/{tag}                     the model, as torch.load and the plain model take it
@@ -31,11 +33,13 @@ from typing import TYPE_CHECKING, Any
 from smp.collectives import objects
 from smp.collectives.objects import PeerLost
 from smp.job.collective_calls import CallMismatch
-from smp.marks import IS_PARTIAL
+from smp.marks import IS_PARTIAL, IS_SHARD
 from smp.ranks import CommGroup
 from smp.saving import folder_lock, saved_files
 from smp.saving.optimizer_state import HALF_STATES
 from smp.saving.saved_files import CheckpointError, staged_name
+from smp.sharding import owners
+from smp.sharding.slices import joined_shards
 from smp.state_mod import Job, state
 
 if TYPE_CHECKING:
@@ -175,7 +179,8 @@ def resume_from_checkpoint(
         partial: whether it is a partial checkpoint, or a full one.
         strict: whether missing and unexpected keys of the model are an error.
         load_optimizer: whether the optimizer's state is loaded, if it was saved.
-        load_sharded_optimizer_state: for sharded optimizer state.
+        load_sharded_optimizer_state: whether state saved with ``shard_optimizer_state`` is
+            loaded; otherwise master weights and loss scale alone are.
         translate_function: from the saved model's names to the module's.
 
     Returns:
@@ -204,6 +209,8 @@ def resume_from_checkpoint(
         wanted = optimizer is not None and load_optimizer
         if partial:
             found.update(_read_partial(job, root, name, wanted))
+            if owners.is_on() and not load_sharded_optimizer_state and "optimizer" in found:
+                found["optimizer"]["state"] = {}
         else:
             found.update(_read_full(root, name, wanted))
 
@@ -396,8 +403,15 @@ def _names_of_parts(job: Job, with_optimizer: bool) -> list[str]:
     if not (job.cfg.fp16 or job.cfg.bf16):
         kinds = [kind for kind in kinds if kind != HALF_STATES]
     degrees = job.placement
-    parts = [f"{pp}_{tp}.pt" for pp in range(degrees.pp) for tp in range(degrees.tp)]
-    return [f"{kind}_{part}" for kind in kinds for part in parts] + [_USER_CONTENT]
+    parts = [f"{pp}_{tp}" for pp in range(degrees.pp) for tp in range(degrees.tp)]
+    shards = [f"_{rdp}" for rdp in range(degrees.rdp)] if owners.is_on() else [""]
+    names = [
+        f"{kind}_{part}{shard}.pt"
+        for kind in kinds
+        for part in parts
+        for shard in (shards if kind in _KINDS else [""])
+    ]
+    return [*names, _USER_CONTENT]
 
 
 def _list_parts(folder: str, names: list[str]) -> None:
@@ -429,16 +443,22 @@ def _refuse_missing(folder: str, names: list[str]) -> None:
 def _partial_files(
     job: Job, model: "LiveModel", optimizer: "LiveOptimizer | None"
 ) -> dict[str, Any]:
-    """The values for this rank to write, by file name: the first replica has everything."""
+    """The values for this rank to write, by file name.
+
+    The first replica has everything but shards of the optimizer's state.
+    """
     at = job.placement.coordinates(job.boot.rank)
-    if at.rdp != 0:
-        return {}
-    files: dict[str, Any] = {f"model_{at.pp}_{at.tp}.pt": model.local_state_dict()}
-    if optimizer is not None:
-        states = optimizer.local_state_dict()
+    files: dict[str, Any] = {}
+    if at.rdp == 0:
+        files[f"model_{at.pp}_{at.tp}.pt"] = model.local_state_dict()
+    if optimizer is not None and (at.rdp == 0 or owners.is_on()):
+        part = f"{at.pp}_{at.tp}" + (f"_{at.rdp}" if owners.is_on() else "")
+        states = optimizer.local_state_dict(gather_if_shard=False)
         if HALF_STATES in states:
-            files[f"{HALF_STATES}_{at.pp}_{at.tp}.pt"] = states.pop(HALF_STATES)
-        files[f"optimizer_{at.pp}_{at.tp}.pt"] = states
+            files[f"{HALF_STATES}_{part}.pt"] = half = states.pop(HALF_STATES)
+            if IS_SHARD in states:
+                half[IS_SHARD] = states[IS_SHARD]
+        files[f"optimizer_{part}.pt"] = states
     return files
 
 
@@ -449,10 +469,11 @@ def _full_files(
     tag: str,
     translate: bool,
 ) -> dict[str, Any]:
-    if job.placement.coordinates(job.boot.rank).rdp != 0:
-        return {}
-    whole: Any = model.state_dict(gather_to_rank0=True)
-    states = optimizer.state_dict() if optimizer is not None else None
+    leads = job.placement.coordinates(job.boot.rank).rdp == 0
+    whole: Any = model.state_dict(gather_to_rank0=True) if leads else None
+    states = None
+    if optimizer is not None and (leads or owners.is_on()):
+        states = optimizer.state_dict()
     if job.boot.rank != 0:
         return {}
     if translate:
@@ -515,18 +536,22 @@ def _read_parts(job: Job, folder: str, names: list[str], kind: str) -> dict[str,
     Raises:
         CheckpointError: a part is missing; another tensor parallel degree.
     """
-    parts = set()
+    parts, shards = set(), set[str]()
     for file in names:
-        if match := re.fullmatch(rf"{kind}_(\d+)_(\d+)\.pt", file):
+        if match := re.fullmatch(rf"{kind}_(\d+)_(\d+)(_\d+)?\.pt", file):
             parts.add((int(match[1]), int(match[2])))
+            shards.add(match[3] or "")
     if not parts:
         return None
     saved_pp, saved_tp = (1 + max(numbers) for numbers in zip(*parts, strict=True))
+    if shards != {""}:
+        shards = {f"_{rdp}" for rdp in range(len(shards))}
     missing = [
-        f"{kind}_{pp}_{tp}.pt"
+        name
         for pp in range(saved_pp)
         for tp in range(saved_tp)
-        if (pp, tp) not in parts
+        for shard in sorted(shards)
+        if (name := f"{kind}_{pp}_{tp}{shard}.pt") not in names
     ]
     if missing:
         raise CheckpointError(f"smp: {folder} lacks {', '.join(missing)}")
@@ -539,13 +564,25 @@ def _read_parts(job: Job, folder: str, names: list[str], kind: str) -> dict[str,
     out: dict[str, Any] = {}
     for pp in range(saved_pp):
         if pp % job.placement.pp == at.pp:
-            part = saved_files.read(os.path.join(folder, f"{kind}_{pp}_{at.tp}.pt"), "cpu")
-            out = _merged(out, part)
+            files = [f"{kind}_{pp}_{at.tp}{shard}.pt" for shard in sorted(shards)]
+            every = [saved_files.read(os.path.join(folder, file), "cpu") for file in files]
+            out = _merged(out, _of_all_owners(every, kind))
     if kind in _KINDS and not out:  # more ranks than parts
-        part = saved_files.read(os.path.join(folder, f"{kind}_0_{at.tp}.pt"), "cpu")
+        file = f"{kind}_0_{at.tp}{min(shards)}.pt"
+        part = saved_files.read(os.path.join(folder, file), "cpu")
         out = {**part, _BY_NUMBER[kind]: {}}
+        out.pop(IS_SHARD, None)
     out[IS_PARTIAL] = True
     return out
+
+
+def _of_all_owners(shards: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """The parts of a sharded state's owners as one."""
+    first, *_ = shards
+    if first.get(IS_SHARD) is None:
+        return first
+    key, places = _BY_NUMBER[kind], [shard.pop(IS_SHARD)["places"] for shard in shards]
+    return {**first, key: joined_shards([shard[key] for shard in shards], places)}
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

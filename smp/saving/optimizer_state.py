@@ -11,13 +11,18 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from smp import ranks
 from smp.compat.plain_optimizer import plain_optimizer
-from smp.marks import IS_PARTIAL
+from smp.data_parallel import data_parallel
+from smp.marks import IS_PARTIAL, IS_SHARD
 from smp.modules import live_models
 from smp.precision.loss_scale import ScaledGradients
-from smp.precision.masters import Masters, model_parameter, put_into, take_out
+from smp.precision.masters import Masters, put_into, take_out
 from smp.ranks import CommGroup
 from smp.saving.replica import Replica
+from smp.sharding.owners import model_parameter
+from smp.sharding.sharded_optimizer import ShardedOptimizer
+from smp.sharding.slices import joined
 from smp.slicing.slices import Slices, slices_of
 from smp.state_mod import state
 from smp.tensor_parallel import group
@@ -34,6 +39,8 @@ class LiveOptimizer(Protocol):
     def masters(self) -> Masters: ...
     @property
     def scaled(self) -> ScaledGradients | None: ...
+    @property
+    def sharded(self) -> ShardedOptimizer | None: ...
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]: ...
@@ -76,15 +83,60 @@ def _is_torchs(state_dict: Mapping[str, Any]) -> bool:
     return isinstance(state_dict.get("state"), dict) and "param_groups" in state_dict
 
 
-def local_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
-    """The state of this rank's parameters, all groups, ``_smp_is_partial``."""
+def _settle(optimizer: LiveOptimizer) -> None:
+    """Have the optimizer's parameters be those of its next update."""
+    if optimizer.sharded is not None:
+        data_parallel.assign_owners()
+        optimizer.sharded.take_share()
     optimizer.masters.make()
+
+
+def local_state_dict(optimizer: LiveOptimizer, gather_if_shard: bool = True) -> dict[str, Any]:
+    """The state of this rank's parameters, all groups, ``_smp_is_partial``.
+
+    Args:
+        gather_if_shard: collective over the RDP_GROUP with sharded state; otherwise the shard
+            of this rank has the key ``_smp_is_shard``, with the rdp_size and the places of
+            slices.
+    """
+    _settle(optimizer)
     out = dict(optimizer.optimizer.state_dict())
     if _is_torchs(out):
-        out["state"] = _of_rank(optimizer, out["state"])
-        _add_half_states(optimizer, out, _masters(optimizer))
+        states = _of_rank(optimizer, out["state"])
+        masters = _masters(optimizer)
+        if optimizer.sharded is not None:
+            if gather_if_shard:
+                both = _of_all_owners(optimizer.sharded, put_into(states, masters))
+                states, masters = take_out(both)
+            else:
+                places = optimizer.sharded.places()
+                out[IS_SHARD] = {"rdp_size": ranks.rdp_size(), "places": places}
+        out["state"] = states
+        _add_half_states(optimizer, out, masters)
     out[IS_PARTIAL] = True
     return out
+
+
+def _of_all_owners(sharded: ShardedOptimizer, own: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A state with the entries of the other owners.  Collective over the RDP_GROUP."""
+    replica = Replica("optimizer.state_dict", CommGroup.RDP_GROUP)
+    every, places = sharded.by_number(), sharded.places()
+    held: dict[Any, Any] = dict(own)
+    for number in places:
+        if number in held:
+            held[f"{number}/{ranks.rdp_rank()}"] = places[number], held.pop(number)
+    whole = [number for number, parts in every.items() if len(parts) == 1]
+    cut = {n: [f"{n}/{p.owner}" for p in parts] for n, parts in every.items() if len(parts) > 1}
+    slices = [key for keys in cut.values() for key in keys]
+    found = replica.route(
+        held, dict.fromkeys([*(k for k in own if k not in cut), *whole, *slices])
+    )
+    for number, keys in cut.items():
+        pieces = [found.pop(key) for key in keys if key in found]
+        if len(pieces) == len(keys):
+            found[number] = joined(pieces)
+    numbers = sorted(key for key in found if isinstance(key, int))
+    return {key: found[key] for key in (*numbers, *(k for k in found if k not in numbers))}
 
 
 def _masters(optimizer: LiveOptimizer) -> dict[int, Tensor]:
@@ -119,14 +171,17 @@ def _of_rank(optimizer: LiveOptimizer, by_number: Mapping) -> dict:
 def full_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
     """The state of all parameters, in host memory where it comes from other ranks.
 
-    Collective over the MP_GROUP after the partition.
+    Collective over the MP_GROUP after the partition, over all ranks with sharded state.
     """
-    optimizer.masters.make()
+    _settle(optimizer)
     out = dict(optimizer.optimizer.state_dict())
     if not _is_torchs(out):
         return out
     plain = plain_optimizer(optimizer.param_groups)
-    out["state"] = _gathered(optimizer, put_into(out["state"], _masters(optimizer)))
+    own = put_into(out["state"], _masters(optimizer))
+    if optimizer.sharded is not None:
+        own = _of_all_owners(optimizer.sharded, own)
+    out["state"] = _gathered(optimizer, own)
     if plain is not None:
         out = plain.to_plain(out)
     out["state"], masters = take_out(out["state"])
@@ -185,6 +240,7 @@ class _Cut(NamedTuple):
 def _slices(optimizer: LiveOptimizer) -> dict[int, _Cut]:
     """The parameters with a slice on this rank, by number."""
     parameters = [p for members in optimizer.param_groups for p in members["params"]]
+    parameters = [model_parameter(p) for p in parameters]
     cut = ((n, slices_of(p), p) for n, p in enumerate(parameters))
     return {n: _Cut(s, s.full_shape(p.shape)) for n, s, p in cut if s is not None}
 
@@ -257,6 +313,7 @@ def load(optimizer: LiveOptimizer, state_dict: Mapping[str, Any]) -> None:
     """
     given = dict(state_dict)
     partial = bool(given.pop(IS_PARTIAL, False))
+    shard = given.pop(IS_SHARD, None)
     half_states = given.pop(HALF_STATES, {})
     wrapped = optimizer.optimizer
     if not _is_torchs(given):
@@ -272,15 +329,23 @@ def load(optimizer: LiveOptimizer, state_dict: Mapping[str, Any]) -> None:
         wrapped.load_state_dict({**given, "state": {}})
         # The first step partitions all live models.
         waiting = state.job("load_state_dict").runtime.after_partition
-        waiting.append(lambda: _load_by_number(optimizer, given["state"], partial))
+        waiting.append(lambda: _load_by_number(optimizer, given["state"], partial, shard))
         return
     wrapped.load_state_dict({**given, "state": {}})
-    _load_by_number(optimizer, given["state"], partial)
+    _load_by_number(optimizer, given["state"], partial, shard)
 
 
-def _load_by_number(optimizer: LiveOptimizer, by_number: dict[Any, Any], partial: bool) -> None:
+def _load_by_number(
+    optimizer: LiveOptimizer,
+    by_number: dict[Any, Any],
+    partial: bool,
+    shard: dict[str, Any] | None,
+) -> None:
     """Give the wrapped optimizer the state of this rank's parameters; groups stay."""
-    if partial:
+    _settle(optimizer)
+    if shard is not None:
+        by_number = _of_all_shards(optimizer, by_number, shard)
+    elif partial:
         owners = _owners(optimizer)
         rank = state.job("load_state_dict").runtime.pp_rank
         mine = [n for n, owner in enumerate(owners) if owner in (None, rank)]
@@ -290,8 +355,49 @@ def _load_by_number(optimizer: LiveOptimizer, by_number: dict[Any, Any], partial
         _refuse_other_slices(optimizer, by_number)
     else:
         by_number = _own_slices(optimizer, by_number)
-    own_states, masters = take_out(_of_rank(optimizer, by_number))
-    optimizer.masters.make()  # of their dtype the state is to be
+    own = _of_rank(optimizer, by_number)
+    if optimizer.sharded is not None:
+        own = optimizer.sharded.own(own)
+    own_states, masters = take_out(own)
     wrapped = optimizer.optimizer
     wrapped.load_state_dict({**wrapped.state_dict(), "state": own_states})
     optimizer.masters.load(masters)
+
+
+def _of_all_shards(
+    optimizer: LiveOptimizer, by_number: dict[Any, Any], shard: dict[str, Any]
+) -> dict[Any, Any]:
+    """The entries for this rank of a state with a shard on each rank.
+
+    Collective over all ranks.
+
+    Raises:
+        ValueError: the shards are of another number of replicas.
+    """
+    size, places = shard["rdp_size"], shard["places"]
+    if size != ranks.rdp_size():
+        raise ValueError(
+            f"smp: optimizer.load_state_dict: this is a shard of {size}, and rdp_size is "
+            f"{ranks.rdp_size()} here: save with local_state_dict(gather_if_shard=True), or "
+            "load under as many replicas"
+        )
+    here = f"{ranks.tp_rank()}/"  # a number is a slice's of this tp_rank
+    rank = ranks.pp_rank()
+    wanted = {n for n, owner in enumerate(_owners(optimizer)) if owner in (None, rank)}
+    if optimizer.sharded is not None:
+        wanted = set(optimizer.sharded.own(dict.fromkeys(wanted)))
+    others = [key for key in by_number if not isinstance(key, int)]
+    held: dict[Any, Any] = {
+        f"{here}{n}/{ranks.rdp_rank()}": (places.get(n), one)
+        for n, one in by_number.items()
+        if isinstance(n, int)
+    }
+    keys = {n: [f"{here}{n}/{rank}" for rank in range(size)] for n in sorted(wanted)}
+    replica = Replica("optimizer.load_state_dict", CommGroup.WORLD)
+    found = replica.route(held, [key for some in keys.values() for key in some])
+    out = {}
+    for number, some in keys.items():
+        pieces = [found[key] for key in some if key in found]
+        if pieces:
+            out[number] = pieces[0][1] if pieces[0][0] is None else joined(pieces)
+    return out | {key: by_number[key] for key in others}

@@ -5,6 +5,7 @@ holds blocks with a cut of their own (the query, key and value columns of a pack
 Axis and ranges are kept with the parameter and serve saving and loading.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -136,6 +137,14 @@ def whole_shape(parameter: Tensor) -> list[int]:
     """The shape of a parameter or buffer with the parts of all ranks."""
     slices = slices_of(parameter)
     return list(parameter.shape) if slices is None else slices.full_shape(parameter.shape)
+
+
+def elements_alike(parameter: Tensor) -> int:
+    """A parameter's elements; of a slice the mean, alike on all tp_ranks."""
+    slices = slices_of(parameter)
+    if slices is None:
+        return parameter.numel()
+    return math.prod(whole_shape(parameter)) // len(slices.ranges)
 
 
 def in_words(parameter: Tensor) -> str:

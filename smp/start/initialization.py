@@ -22,6 +22,7 @@ from smp.job.config import Config, ConfigError
 from smp.job.job_end import Watch
 from smp.job.placement import AXES_OF_GROUP, Placement
 from smp.precision import loss_scale
+from smp.sharding import owners
 from smp.start import core_session, whereabouts
 from smp.state_mod import Job, state
 from smp.tensor_parallel.backward import norms
@@ -69,9 +70,10 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         undo.callback(state.end)
         undo.callback(core_session.stop, job.runtime)
         undo.callback(loss_scale.forget)
-        if len(groups["mp"]) > 1 or cfg.fp16:
+        undo.callback(owners.forget)
+        if len(groups["mp"]) > 1 or cfg.fp16 or owners.is_on():
             undo.callback(norms.take_the_models_norm_from_now())
-        if len(groups["mp"]) > 1:
+        if len(groups["mp"]) > 1 or owners.is_on():
             undo.callback(amp.agree_from_now())
         core_session.start(job.runtime)
         if boot.size > 1:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from smp.modules import live_models
 from smp.optimizers import clip_by_the_models_norm, norm_over_the_model
-from smp.precision import loss_scale, masters
+from smp.precision import loss_scale
 from smp.pytorch import patches
+from smp.sharding import owners
 from smp.slicing.slices import is_of_split_model
 from smp.state_mod import state
 
@@ -20,7 +21,8 @@ from smp.state_mod import state
 def take_the_models_norm_from_now() -> Callable[[], None]:
     """Have torch take the whole model's norm where the model is split or in a pipeline.
 
-    All ranks of the MP_GROUP must call it then, a stage without parameters, too.
+    All ranks of the MP_GROUP must call it then, a stage without parameters, too; with sharded
+    optimizer state all ranks.
     ``clip_grads_with_norm_`` needs no change: it scales by the given norm.
 
     Returns:
@@ -39,7 +41,7 @@ def _clipping(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        some = [masters.model_parameter(one) for one in _listed(parameters)]
+        some = [owners.model_parameter(one) for one in _listed(parameters)]
         loss_scale.unscale(some)
         of_models = shared_parameters()
         # A stage may have no parameters; it decides as the others do.
@@ -94,7 +96,7 @@ def shared_parameters() -> dict[int, Tensor]:
         id(parameter): parameter
         for model in live_models.living()
         for parameter in model.parameters()
-        if rt.pp_size > 1 or is_of_split_model(parameter)
+        if rt.pp_size > 1 or is_of_split_model(parameter) or owners.is_on()
     }
 
 

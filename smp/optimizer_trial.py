@@ -1,7 +1,8 @@
-"""Whether an optimizer may act on slices of parameters: it looks at each element by itself.
+"""Trials of optimizers: whether they look at each element, or at each parameter, by itself.
 
-Optimizers of PyTorch's known for this may.  Any other class is tried: an instance with the same
-options makes a few steps with a small parameter, others with slices of it.
+Optimizers of PyTorch's known for this do.  Any other class is tried: an instance with the same
+options makes a few steps with a small parameter, others with slices of it, or with another
+parameter beside it.
 """
 
 import inspect
@@ -19,6 +20,45 @@ _SHAPE = (6, 4)
 _STEPS = 3
 
 
+def is_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is one of PyTorch's known for it; a subclass may do otherwise."""
+    kind = type(optimizer)
+    return kind.__name__ in _BY_ELEMENT and kind is getattr(torch.optim, kind.__name__, None)
+
+
+def differs_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps with two parameters differ from those with one of them alone.
+
+    Warns where the optimizer cannot be tried: nothing is known then.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        return differs_alone(inner)
+    if is_by_element(optimizer):
+        return False
+    kind = type(optimizer)
+    for group in optimizer.param_groups:
+        options, cuts = _options(optimizer, group), [slice(0, 2), slice(2, None)]
+        try:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                device = torch.device("cpu")
+                together = _stepped_together(kind, options, device, cuts, 0)
+                alone = _stepped(kind, options, device, cuts, 0)
+        except Exception as error:  # noqa: BLE001 - an optimizer of any kind may raise anything
+            warnings.warn(
+                f"smp: {kind.__name__} could not be tried on parameters one by one "
+                f"({type(error).__name__}: {error}): with shard_optimizer_state=True it is "
+                "right if it updates each parameter by itself",
+                stacklevel=5,
+            )
+            return False
+        pairs = zip(together, alone, strict=True)
+        if not all(torch.allclose(a, b, 1e-6, 1e-9) for a, b in pairs):
+            return True
+    return False
+
+
 def differs_on_slices(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
     """Whether steps with slices of a parameter differ from those with the whole.
 
@@ -31,7 +71,7 @@ def differs_on_slices(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -
     if isinstance(inner, torch.optim.Optimizer):
         return differs_on_slices(inner, group)
     kind = type(optimizer)
-    if kind.__name__ in _BY_ELEMENT and kind is getattr(torch.optim, kind.__name__, None):
+    if is_by_element(optimizer):
         return False
     options = _options(optimizer, group)
     here = (p.device for p in group["params"] if not p.is_meta)
@@ -66,18 +106,23 @@ def _stepped(
     kind: Any, options: dict[str, Any], device: torch.device, cuts: list[slice], axis: int
 ) -> list[Tensor]:
     """Each part of a small parameter after steps in an optimizer of its own."""
+    return [_stepped_together(kind, options, device, [cut], axis)[0] for cut in cuts]
+
+
+def _stepped_together(
+    kind: Any, options: dict[str, Any], device: torch.device, cuts: list[slice], axis: int
+) -> list[Tensor]:
+    """Parts of a small parameter, each one of its own, after steps in one optimizer."""
     source = torch.Generator().manual_seed(1)
     values = [torch.randn(_SHAPE, generator=source, dtype=torch.float64) for _ in range(7)]
     at = [(cut,) if axis == 0 else (slice(None), cut) for cut in cuts]
-    results = []
-    for part in at:
-        parameter = nn.Parameter(values[0][part].clone().to(device))
-        trial = kind([parameter], **options)
-        for gradient in values[1 : 1 + _STEPS]:
+    parameters = [nn.Parameter(values[0][part].clone().to(device)) for part in at]
+    trial = kind(parameters, **options)
+    for gradient in values[1 : 1 + _STEPS]:
+        for part, parameter in zip(at, parameters, strict=True):
             parameter.grad = gradient[part].clone().to(device)
-            _step(trial)
-        results.append(parameter.detach().cpu())
-    return results
+        _step(trial)
+    return [parameter.detach().cpu() for parameter in parameters]
 
 
 def _step(trial: torch.optim.Optimizer) -> None:

@@ -1,0 +1,1 @@
+"""Optimizer state shared out among the ranks that hold the same parameters."""

@@ -1,0 +1,154 @@
+"""A wrapped optimizer that updates this rank's share of the parameters alone.
+
+The others' gradients are hidden from it, so it keeps no state for them.  Parts of a large
+parameter are in it as slices.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp.sharding import rules, values
+from smp.sharding.owners import Owners, Part, Parts, model_parameter, part_here
+from smp.sharding.slices import SliceParameter, cut, slice_of
+from smp.slicing.split_parameters import among_slices, is_plain
+
+_MOST_UNEVEN = 1.1  # the largest load over the mean, without a warning
+
+
+class ShardedOptimizer:
+    """The share of this rank in an optimizer's updates.
+
+    Args:
+        optimizer: the wrapped one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._cuts = rules.updates_by_element(optimizer)
+        self._has_warned = False
+        self.owners = Owners(self._members, self._may_cut)
+
+    def _members(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _may_cut(self, parameter: Tensor) -> bool:
+        return self._cuts and is_plain(parameter) and parameter.is_contiguous()
+
+    def _with_parts(self) -> Iterator[tuple[list[Any], int, Parts, Part | None]]:
+        """Members with owners: a list and a place in it; the parts, and this rank's."""
+        for group in self._optimizer.param_groups:
+            for place, member in enumerate(group["params"]):
+                parts = self.owners.parts_of(member)
+                if parts is not None:
+                    yield group["params"], place, parts, part_here(parts)
+
+    def by_number(self) -> dict[int, Parts]:
+        """The parts of parameters with owners, by number in the optimizer's state dict."""
+        found = ((n, self.owners.parts_of(p)) for n, p in enumerate(self._members()))
+        return {number: parts for number, parts in found if parts is not None}
+
+    def places(self) -> dict[int, list[int]]:
+        """This rank's slices: first and last element but one, the parameter's shape."""
+        members = self._members()
+        out = {}
+        for number, parts in self.by_number().items():
+            part = part_here(parts)
+            if part is not None and len(parts) > 1:
+                shape = model_parameter(members[number]).shape
+                out[number] = [part.start, part.end, *shape]
+        return out
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether a parameter has several owners, on any rank."""
+        return any(len(parts) > 1 for _, parts in self.owners.every())
+
+    @among_slices
+    def take_share(self) -> None:
+        """Have slices in the place of parameters with several owners, and no others' state."""
+        states = self._optimizer.state
+        for members, place, parts, part in self._with_parts():
+            member = members[place]
+            if part is None:
+                states.pop(member, None)
+            elif len(parts) > 1:
+                self._give_slice(members, place, part)
+        self._warn_if_uneven()
+
+    def _give_slice(self, members: list[Any], place: int, part: Part) -> None:
+        states, member = self._optimizer.state, members[place]
+        whole = model_parameter(member)
+        present = (
+            member
+            if isinstance(member, SliceParameter)
+            else getattr(member, "stands_for", None)
+        )
+        if isinstance(present, SliceParameter) and present.is_current():
+            return
+        made = slice_of(whole, part)
+        if present is not None and present is not member:  # of a master weight
+            member.stands_for, member.seen = made, -1
+            return
+        members[place] = made
+        if member in states:
+            state = states.pop(member)
+            states[made] = cut(state, whole.shape, part) if member is whole else state
+
+    def _warn_if_uneven(self) -> None:
+        if self._has_warned or self._cuts or self.owners.imbalance <= _MOST_UNEVEN:
+            return
+        self._has_warned, name = True, type(self._optimizer).__name__
+        warnings.warn(
+            f"smp: shard_optimizer_state=True: the largest share of {name} has "
+            f"{self.owners.imbalance:.2f} times the mean of its elements: it is not known to "
+            "update each element by itself, so each parameter has one owner; with an "
+            "optimizer of torch.optim as AdamW the shares are even",
+            stacklevel=5,
+        )
+
+    @contextmanager
+    def others_hidden(self) -> Iterator[None]:
+        """In the block, parameters of other owners have no gradient."""
+        hidden = []
+        for members, place, _, part in self._with_parts():
+            member = members[place]
+            if part is None and member.grad is not None:
+                hidden.append((member, member.grad))
+                member.grad = None
+        try:
+            yield
+        finally:
+            for member, gradient in hidden:
+                member.grad = gradient
+
+    @among_slices
+    @torch.no_grad()
+    def zero_rest(self) -> None:
+        """After zeros in slices of gradients: zeros in the rest."""
+        for members, place, parts, _ in self._with_parts():
+            whole = model_parameter(members[place])
+            if len(parts) > 1 and whole.grad is not None:
+                whole.grad.zero_()
+
+    @among_slices
+    def give_values(self) -> None:
+        """Give all replicas the updated values.  Collective over the RDP_GROUP."""
+        values.give(self.owners.every())
+
+    def own(self, by_number: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The entries of a state of whole parameters that this rank keeps, as it keeps them."""
+        every, members = self.by_number(), self._members()
+        out = {}
+        for number, one in by_number.items():
+            parts = every.get(number)
+            part = None if parts is None else part_here(parts)
+            if parts is None or (part is not None and len(parts) == 1):
+                out[number] = one
+            elif part is not None:
+                out[number] = cut(one, model_parameter(members[number]).shape, part)
+        return out
