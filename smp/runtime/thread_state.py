@@ -61,8 +61,8 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None, boo
         path: of the called module.
 
     Returns:
-        the state for :func:`serve_with_state`, what to call with that one's result, for the
-        module's own, and whether the call may be in a chain of calls.
+        the state for :func:`serve_with_state`; a function from that one's result to the
+        module's own; whether the call may be in a chain of calls.
     """
     call_warnings.warn_of_modes(path)
     state, made = capture(), travelling_changes.travelling()

@@ -502,13 +502,14 @@ inputs_of(smp_chain *chain, const smp_pack *pack)
 {
     PyObject *inputs = PyList_New(0);
     size_t    most = pack->ntensors;
-    int32_t  *former; /* by tensor of the former call: its number in the request, or -1 */
-    int32_t  *its;
-    int       failed = inputs == NULL ? -1 : smp_pack_add_in_graph(pack, inputs);
+    int32_t
+        *former; /* by tensor of the former call: its number in the request, or -1 */
+    int32_t *its;
+    int      failed = inputs == NULL ? -1 : smp_pack_add_in_graph(pack, inputs);
 
     for (size_t i = 0; i < chain->n; i++) {
-        most = chain->next[i].call->nsources > most ? chain->next[i].call->nsources
-                                                    : most;
+        most =
+            chain->next[i].call->nsources > most ? chain->next[i].call->nsources : most;
     }
     former = malloc((most + 1) * sizeof(*former));
     its = malloc((most + 1) * sizeof(*its));
@@ -943,9 +944,9 @@ is_expected(const smp_chain *chain, const PyObject *tensor)
     return false;
 }
 
-/* touch_output(tensor, call, link): the caller uses an output of a chain.  From the next
- * step on the chain ends at its call.  In this one the calls after it that have the
- * tensor are made singly: autograd adds up gradients in the order of uses. */
+/* touch_output(tensor, call, link): the caller uses an output of a chain.  From the
+ * next step on the chain ends at its call.  In this one the calls after it that have
+ * the tensor are made singly: autograd adds up gradients in the order of uses. */
 static PyObject *
 py_touch_output(PyObject *unused, PyObject *args)
 {

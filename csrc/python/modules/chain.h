@@ -90,8 +90,8 @@ int smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
                      smp_message *response);
 
 /* Learns from a call outside a chain: once its arguments are packed, and once its
- * outputs are here.  The second is for calls without a change of their caller's tensors.
- * 0, or -1 with an exception. */
+ * outputs are here.  The second is for calls without a change of their caller's
+ * tensors. 0, or -1 with an exception. */
 int smp_chain_called(smp_task *task, const smp_call_site *site, const smp_pack *pack);
 int smp_chain_returned(smp_task *task, const smp_call_site *site, const smp_pack *pack,
                        const smp_unpack *outputs);

@@ -366,7 +366,8 @@ smp_context_add(PyObject *module)
     name_first = PyUnicode_InternFromString("first");
     name_materialize = PyUnicode_InternFromString("materialize_grads");
     context_type = (PyTypeObject *)PyType_FromSpec(&context_spec);
-    if (name_context == NULL || name_first == NULL || name_materialize == NULL || context_type == NULL) {
+    if (name_context == NULL || name_first == NULL || name_materialize == NULL ||
+        context_type == NULL) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);

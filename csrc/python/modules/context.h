@@ -25,11 +25,11 @@ typedef struct {
     PyObject *gradients; /* list: gradients at Enter, or None; NULL: none yet */
     size_t    ninputs;   /* tensors of the request with requires_grad: reach.h */
     uint64_t  unreached; /* of them */
-    PyObject *node;      /* Enter's, of the request's own call, while the forward runs */
-    PyObject *enters;    /* dict: each Enter's node -> its first input; likewise */
-    uint64_t  count;     /* requests of the microbatch when the forward ended */
-    uint64_t  seed;      /* the request's */
-    int32_t  *entries;   /* owned: of a chain's calls; NULL: entry alone */
+    PyObject *node;    /* Enter's, of the request's own call, while the forward runs */
+    PyObject *enters;  /* dict: each Enter's node -> its first input; likewise */
+    uint64_t  count;   /* requests of the microbatch when the forward ended */
+    uint64_t  seed;    /* the request's */
+    int32_t  *entries; /* owned: of a chain's calls; NULL: entry alone */
     size_t    nentries;
     PyObject *held; /* of a chain: list of lists of its calls' outputs; NULL: none */
     bool      in_ledger; /* its request is open in the ledger */

@@ -8,7 +8,8 @@
 #include "python/values/unpack_value.h"
 
 int
-smp_object_changes_pack(smp_pack *pack, const smp_unpack *unpack, const smp_entry *entry)
+smp_object_changes_pack(smp_pack *pack, const smp_unpack *unpack,
+                        const smp_entry *entry)
 {
     uint32_t count = 0;
 

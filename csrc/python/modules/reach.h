@@ -7,8 +7,8 @@
  * The walk costs 0.1 us a node, and mostly ends soon: a residual is short.
  *
  * Inputs   The outputs of Enter, counted from 0: the request's tensors with
- *          requires_grad.  In a chain each call has an Enter of its own, for such tensors
- *          of the request; the counts go on.  A bit each in a word, 1 for the unreached;
+ *          requires_grad.  In a chain each call has an Enter of its own, for such
+ * tensors of the request; the counts go on.  A bit each in a word, 1 for the unreached;
  *          those past the 64th count as reached.
  * Threads  The GIL is held.
  */

@@ -28,11 +28,11 @@ typedef struct {
 
 /* One call under way or done. */
 typedef struct {
-    smp_unpack *unpack; /* its arguments: the request's for the first, else own */
-    smp_unpack  own;
-    smp_pack    pack;     /* its outputs: described for all but the last */
-    long       *versions; /* owned: of its tensors, before it ran */
-    tensor_source *from;  /* owned: of its tensors; NULL: all are the request's */
+    smp_unpack    *unpack; /* its arguments: the request's for the first, else own */
+    smp_unpack     own;
+    smp_pack       pack;     /* its outputs: described for all but the last */
+    long          *versions; /* owned: of its tensors, before it ran */
+    tensor_source *from;     /* owned: of its tensors; NULL: all are the request's */
 } served_call;
 
 typedef struct {
@@ -66,8 +66,8 @@ note_versions(served_call *call)
     return 0;
 }
 
-/* An exception if the call has changed a tensor among its arguments: the change is its caller's to know
- * before the next call. */
+/* An exception if the call has changed a tensor among its arguments: the change is its
+ * caller's to know before the next call. */
 static int
 check_unchanged(const served_call *call)
 {
@@ -114,11 +114,11 @@ find_tensors(const served_call *former, const char *sources, uint32_t n,
         if (number >= (source & 1 ? former->pack.ntensors : former->unpack->ntensors)) {
             return smp_malformed("a chain's tensor from nowhere");
         }
-        call->from[i] =
-            source & 1 ? (tensor_source){former->pack.tensors[number], false}
-            : former->from == NULL
-                ? (tensor_source){former->unpack->tensors[number], true}
-                : former->from[number];
+        call->from[i] = source & 1
+                            ? (tensor_source){former->pack.tensors[number], false}
+                        : former->from == NULL
+                            ? (tensor_source){former->unpack->tensors[number], true}
+                            : former->from[number];
     }
     return 0;
 }
@@ -444,7 +444,8 @@ py_refuse_foreseen(PyObject *unused, PyObject *nothing)
     return NULL;
 }
 
-/* The outputs at the places, (number of a call, number of its tensor), as a list (new). */
+/* The outputs at the places, (number of a call, number of its tensor), as a list (new).
+ */
 static PyObject *
 held_at(const smp_context *context, PyObject *places)
 {
@@ -505,7 +506,8 @@ smp_serve_fetch(smp_message *request)
 
 static PyMethodDef functions[] = {
     {"refuse_foreseen", py_refuse_foreseen, METH_NOARGS,
-     "refuse_foreseen(): raises in a call that its caller has not made yet, and so makes "
+     "refuse_foreseen(): raises in a call that its caller has not made yet, and so "
+     "makes "
      "its owner undo the chain"},
     {NULL, NULL, 0, NULL},
 };

@@ -57,8 +57,8 @@ typedef struct {
     PyObject
         *warn_of_tensor;     /* path, a tensor with a class or attributes left behind */
     PyObject *warn_of_hook;  /* path, of a module with a hook on one of its arguments */
-    PyObject *capture_state; /* path -> (state to travel, after or None, whether the call
-                                may be a chain's), or None; after gets with_state's
+    PyObject *capture_state; /* path -> (state to travel, after or None, whether the
+                                call may be a chain's), or None; after gets with_state's
                                 value, and gives the module's value */
     PyObject *capture_backward; /* -> state to travel with a backward, or None */
     PyObject *with_state;       /* state, callable, args, kwargs -> result */

@@ -26,7 +26,7 @@ typedef struct {
     PyObject          *set_grad_enabled;
     PyObject          *is_inference;
     PyObject          *run_backward; /* the engine's */
-    PyObject          *sequence; /* -> the count of nodes that autograd made here */
+    PyObject          *sequence;     /* -> the count of nodes that autograd made here */
     PyObject          *get_gradient_edge;
     PyObject          *saved_hooks; /* the thread's innermost, or None */
     PyObject          *generator;   /* the default CPU generator */
@@ -59,8 +59,7 @@ typedef struct {
         *get_state, *set_state, *manual_seed, *random_, *grad, *dict, *module,
         *qualname, *copy_, *grad_fn, *clone, *add_, *detach, *device, *_fields,
         *default_factory, *_backward_hooks, *next_functions, *output_nr, *fetched,
-        *fetch_all,
-        *view_as;
+        *fetch_all, *view_as;
 } smp_names_table;
 
 extern smp_names_table smp_names;
