@@ -253,8 +253,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             hidden = nullcontext() if sharded is None else sharded.others_hidden()
             # Slices are as fast as plain tensors.
-            with torch._C.DisableTorchFunctionSubclass(), hidden:
-                result = self.optimizer.step()
+            try:
+                with torch._C.DisableTorchFunctionSubclass(), hidden:
+                    result = self.optimizer.step()
+            except Exception:
+                if sharded is not None:  # the other replicas wait for the values
+                    masters.give()
+                    sharded.give_values()
+                raise
         masters.give()
         if sharded is not None:
             sharded.give_values()

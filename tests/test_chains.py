@@ -139,6 +139,15 @@ def test_a_chain_has_the_bits_of_single_calls(way):
 
 
 @on_ranks(2)
+def test_calls_of_a_chain_may_be_checkpointed_by_their_owner():
+    run = Run(Blocks("plain"), tuple(f"far.blocks.{i}" for i in range(4)))
+    for block in run.model.module.far.blocks:
+        smp.set_activation_checkpointing(block)
+    for number in range(STEPS):
+        run.check(train, rows(6, number), plain=False)
+
+
+@on_ranks(2)
 def test_a_chain_is_one_request():
     sent = {}
     for fast in (False, True):

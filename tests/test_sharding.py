@@ -382,3 +382,23 @@ def test_another_group_on_one_replica_is_named():
     model, _ = wrapped(lambda p: OPTIMIZERS["sgd"](list(p)[smp.rank() :]))
     with pytest.raises(smp.ReplicasDiffer, match="'table.weight' .* float32 of rdp_rank"):
         train_step(model, torch.arange(8))
+
+
+@on_ranks(2)
+def test_an_exception_in_one_share_leaves_all_replicas_alike(monkeypatch):
+    job("dp", shard_optimizer_state=True)
+    model, optimizer = wrapped(OPTIMIZERS["adamw"])
+    train(model, optimizer, 0, 1)
+
+    def fails(*args: Any) -> None:
+        raise ValueError("of one share")
+
+    with monkeypatch.context() as patched:
+        if smp.rank() == 1:
+            patched.setattr(optimizer.optimizer, "step", fails)
+            with pytest.raises(ValueError, match="of one share"):
+                train(model, optimizer, 1, 2)
+        else:
+            train(model, optimizer, 1, 2)
+    train(model, optimizer, 2, 3)
+    assert_same(*smp.allgather(snapshot(model.state_dict()), smp.RDP_GROUP))
