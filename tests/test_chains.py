@@ -149,7 +149,7 @@ def test_calls_of_a_chain_may_be_checkpointed_by_their_owner():
 
 @on_ranks(2)
 def test_a_chain_is_one_request():
-    sent = {}
+    sent, forwards = {}, {}
     for fast in (False, True):
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "fast_mode": fast})
         torch.manual_seed(0)
@@ -168,8 +168,12 @@ def test_a_chain_is_one_request():
             step(model, torch.randn(8, WIDTH, requires_grad=True))
             after = _core.counters()
         sent[fast] = {name: after[name] - before[name] for name in ("messages", "bytes")}
+        begun = [event for event in _core.timeline() if event[2:4] == (0, 0)]
+        forwards[fast] = sorted((at, entry) for *_, at, entry in begun)
         rank = smp.pp_rank()
         smp.shutdown()
+    if rank == 1:  # all calls of a chain are in the timeline
+        assert forwards[True] == forwards[False]
     if rank == 0:
         assert sent[True]["messages"] < 0.55 * sent[False]["messages"]
         assert sent[True]["bytes"] < 0.55 * sent[False]["bytes"]

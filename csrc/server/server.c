@@ -285,6 +285,16 @@ begin_work(smp_server *server, const smp_worker *self)
     smp_board_work(server->board, work_of(self));
 }
 
+void
+smp_server_go_on_with(smp_server *server, int32_t entry)
+{
+    smp_worker *self = smp_workers_self();
+
+    note_event(server, self, SMP_EVENT_END);
+    self->entry = entry;
+    begin_work(server, self);
+}
+
 static void
 run_task(smp_server *server, smp_worker *self)
 {

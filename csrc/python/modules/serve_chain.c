@@ -230,6 +230,7 @@ run_call(const served_chain *chain, const smp_chain_head *head, smp_unpack *unpa
         task->calls = (smp_calls){0};
         task->entry = head->entry;
         task->number = head->number;
+        smp_server_go_on_with(smp_the_session.server, head->entry);
         if (smp_stream_seed(task, smp_mix(head->seed, 1)) == 0) {
             task->foreseen = true;
             value = smp_run_entry(&smp_the_session.entries[head->entry], chain->flags,
