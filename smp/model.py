@@ -33,7 +33,7 @@ from smp.precision import loss_scale
 from smp.pytorch.compiled_code import not_traced
 from smp.runtime import (
     backward,
-    chain,
+    collective_chain,
     core_tables,
     half_calls,
     microbatches,
@@ -253,9 +253,11 @@ class DistributedModel(live_models.LiveModel):
         some = next(self._smp_module.parameters(), None)
         if not rt.step.is_under_way and some is not None and is_of_split_model(some):
             random_streams.share()
-        with chain.opened():
+        with collective_chain.opened():
             out = self._smp_module(*args, **kwargs)
-            return microbatches.map_tensors(out, partial(chain.hang, behind=chain.tokens()))
+            return microbatches.map_tensors(
+                out, partial(collective_chain.hang, behind=collective_chain.tokens())
+            )
 
     @not_traced("the backward of a model that smp distributes")
     def backward(self, tensors: Tensor | tuple[Tensor, ...], grad_tensors: Any = None) -> None:

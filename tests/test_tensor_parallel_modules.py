@@ -23,7 +23,7 @@ from smp.data_parallel.reduction import Reduction
 from smp.marks import REPLACES
 from smp.modules import hooks
 from smp.nn import utils as blocks
-from smp.runtime import chain
+from smp.runtime import collective_chain
 from smp.slicing import parameter_marks
 from smp.slicing.slices import Slices, mark, slices_of
 from smp.state_mod import state
@@ -1168,7 +1168,7 @@ class Recomputing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         with torch.enable_grad():
-            ctx.seen.append(chain.is_carried())
+            ctx.seen.append(collective_chain.is_carried())
         return gradient, None
 
 
@@ -1176,18 +1176,18 @@ def test_a_call_within_another_has_a_chain_of_its_own():
     """The other's goes on behind it."""
     seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
-    token = chain._Join.apply(torch.zeros((), requires_grad=True))
-    assert not chain.is_carried()
-    with chain.opened():
-        chain.take(token)
-        with chain.opened():
-            assert chain.is_carried() and chain.joined() is None
+    token = collective_chain._Join.apply(torch.zeros((), requires_grad=True))
+    assert not collective_chain.is_carried()
+    with collective_chain.opened():
+        collective_chain.take(token)
+        with collective_chain.opened():
+            assert collective_chain.is_carried() and collective_chain.joined() is None
             with torch.no_grad():
-                assert not chain.is_carried()
+                assert not collective_chain.is_carried()
             Recomputing.apply(x, seen).sum().backward()
-            chain.take(token)
-        assert chain.is_carried() and chain.joined() is token
-    assert not chain.is_carried() and chain.joined() is None
+            collective_chain.take(token)
+        assert collective_chain.is_carried() and collective_chain.joined() is token
+    assert not collective_chain.is_carried() and collective_chain.joined() is None
     assert seen == [False]
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from smp.runtime.chain import linked, new_token
+from smp.runtime.collective_chain import linked, new_token
 from smp.slicing.slices import Slices
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.backward.order import Call

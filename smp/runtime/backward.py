@@ -8,7 +8,7 @@ from torch import Tensor
 
 from smp import _core
 from smp.precision import loss_scale
-from smp.runtime import chain
+from smp.runtime import collective_chain
 from smp.runtime_state import CurrentStep, Runtime
 
 
@@ -39,7 +39,7 @@ def run(
     seeds = _seeds(step, tensors, given, average, scale)
     if rt.pp_size == 1:
         step.enter_backward()
-        with nullcontext() if rt.tp_size == 1 else chain.in_this_thread():
+        with nullcontext() if rt.tp_size == 1 else collective_chain.in_this_thread():
             torch.autograd.backward(tensors, seeds)
         step.leave_backward()
         return

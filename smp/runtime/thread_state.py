@@ -15,7 +15,7 @@ from torch.utils import _device
 from smp import state_mod
 from smp.modules import hooks, live_models, travelling_changes
 from smp.pytorch import call_warnings, context_variables
-from smp.runtime import chain
+from smp.runtime import collective_chain
 
 
 def _autocast_devices() -> list[str]:
@@ -67,7 +67,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None, boo
     call_warnings.warn_of_modes(path)
     state, made = capture(), travelling_changes.travelling()
     collected = context_variables.collect(path) if _copy_context() else None
-    link = chain.is_carried()
+    link = collective_chain.is_carried()
     if collected is None and state is None and not made and not link:
         return None
     values = () if collected is None else collected.values
@@ -80,7 +80,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None, boo
             collected.settle()
         if link:
             value, token = value
-            chain.take(token)
+            collective_chain.take(token)
         return value
 
     return (state, values, made, link), settle, chains
@@ -106,9 +106,9 @@ def serve_with_state(
     """
     state, collected, made, link = carried
     if link:
-        with chain.opened():
+        with collective_chain.opened():
             carried = state, collected, made, False
-            return serve_with_state(carried, function, args, kwargs), chain.joined()
+            return serve_with_state(carried, function, args, kwargs), collective_chain.joined()
     if made:
         job = state_mod.state
         if job.is_initialized and job.cfg.pipeline != "simple":

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from smp import ranks
 from smp.pytorch.compiled_code import not_traced
-from smp.runtime.chain import linked, new_token
+from smp.runtime.collective_chain import linked, new_token
 from smp.tensor_parallel import group
 from smp.tensor_parallel.backward.order import Call
 from smp.tensor_parallel.backward.unused_collectives import defined, keep_shape

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from smp import _core
 from smp.marks import GATHERS, HELD, PATH, PATH_OF_PARAMETER
-from smp.runtime import chain
+from smp.runtime import collective_chain
 from smp.slicing import split_parameters
 from smp.slicing.slices import (
     Slices,
@@ -122,7 +122,7 @@ def _come_together() -> bool:
     rt = state.runtime
     if rt is None:
         return False
-    return chain.is_open() or rt.step.is_under_way or _core.current() is not None
+    return collective_chain.is_open() or rt.step.is_under_way or _core.current() is not None
 
 
 def _of_slice(func: Any, args: tuple, kwargs: dict[str, Any], initializes: bool) -> Any:

@@ -1,5 +1,6 @@
 """Zeros for collectives without use in this rank's loss.  Backward comes to every one
-(`smp.runtime.chain`); the zeros go through, and leave no gradient where there was none.
+(`smp.runtime.collective_chain`); the zeros go through, and leave no gradient where there was
+none.
 """
 
 from collections.abc import Iterable
