@@ -255,7 +255,7 @@ def touch_output(tensor: Tensor, call: Any, link: int, /) -> None:
     """
 
 def refuse_foreseen() -> None:
-    """Raises in a call of a chain that its caller has not made yet; its owner undoes it."""
+    """Raises in a call of a chain, which may run again; its owner then undoes the chain."""
 
 def fetch_outputs(call: Any, places: list[tuple[int, int]], /) -> list[Tensor]:
     """The values of outputs of a chain, by the number of its call, and of its tensor.

@@ -26,6 +26,7 @@ class Block(nn.Module):
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.drop, self.kind = nn.Dropout(0.2), ""
+        self.count = 0
 
     def forward(self, x, mask=None, scale=1.0, **options):
         if self.kind == "changes":
@@ -34,6 +35,8 @@ class Block(nn.Module):
             raise ValueError("of a block")
         if self.kind == "sets":
             self.scale = float(x.detach().sum())
+        if self.kind == "counts":
+            self.count = self.count + 1
         if "cache" in options:
             options["cache"].append(torch.tanh(x))
             mask = options["cache"][0] + mask
@@ -136,6 +139,18 @@ def test_a_chain_has_the_bits_of_single_calls(way):
                 smp.step(train)(run.model, rows(6, number))
         else:
             run.check(train, rows(6, number), plain=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("block", [0, 2])
+def test_a_call_that_counts_for_the_first_time_counts_once(block):
+    run = Run(Blocks("plain"), tuple(f"far.blocks.{i}" for i in range(4)), microbatches=1)
+    for number in range(STEPS):
+        if number == 2:
+            set_on_all(run, "kind", "counts", block=block)
+        run.check(train, rows(6, number), plain=False)
+    if smp.pp_rank() == 1:
+        assert run.model.module.far.blocks[block].count == run.cut.far.blocks[block].count == 2
 
 
 @on_ranks(2)

@@ -135,9 +135,11 @@ serve_forward(smp_message *request, smp_task *task)
             goto done;
         }
     }
+    task->foreseen = (envelope.flags & SMP_FLAG_CHAIN) != 0; /* it may run again */
     value = smp_run_entry(entry, envelope.flags, state, args, kwargs);
+    task->foreseen = false;
     smp_chain_leave(task);
-    if (value == NULL) {
+    if (value == NULL && !task->refused) {
         sent = smp_session_answer_raised(task, source, envelope);
         goto done;
     }

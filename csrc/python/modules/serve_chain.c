@@ -215,6 +215,18 @@ raise_refused(void)
     PyErr_SetString(PyExc_RuntimeError, "smp: a call of a chain sets an attribute");
 }
 
+/* The value of a call, or NULL with an exception: a module may have gone on behind one.
+ * Takes the value. */
+static PyObject *
+unless_refused(const smp_task *task, PyObject *value)
+{
+    if (value != NULL && task->refused) {
+        Py_CLEAR(value);
+        raise_refused();
+    }
+    return value;
+}
+
 /* The call's value (new), with its own random numbers and its own calls. */
 static PyObject *
 run_call(const served_chain *chain, const smp_chain_head *head, smp_unpack *unpack,
@@ -243,11 +255,7 @@ run_call(const served_chain *chain, const smp_chain_head *head, smp_unpack *unpa
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
     Py_XDECREF(state);
-    if (value != NULL && task->refused) { /* the call went on without the exception */
-        Py_CLEAR(value);
-        raise_refused();
-    }
-    return value;
+    return unless_refused(task, value);
 }
 
 /* An exception if the ledger would add up the gradients of a chain's calls in another
@@ -400,7 +408,7 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
     }
     chain.calls[0].unpack = first;
     chain.entries[0] = head.entry;
-    Py_INCREF(value);
+    value = unless_refused(task, Py_XNewRef(value));
     envelope->kind = SMP_MSG_RESPONSE;
     for (; value != NULL; at++) {
         int failed =
@@ -431,7 +439,7 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
     return sent;
 }
 
-/* refuse_foreseen(): an exception in a call that its caller has not made yet. */
+/* refuse_foreseen(): an exception in a call of a chain: it may run again. */
 static PyObject *
 py_refuse_foreseen(PyObject *unused, PyObject *nothing)
 {

@@ -13,7 +13,7 @@
  * calls one by one.
  *
  * first     the request, read up to its list of calls.
- * value     the first call's; borrowed.
+ * value     the first call's; borrowed; NULL with refuse_foreseen()'s exception.
  * context   keeps the graph, unless the flag is set.
  * envelope  the request's, then the response's.
  * Returns   whether the response is on its way; else an exception is set. */

@@ -27,8 +27,8 @@ typedef struct smp_task {
     PyObject         *placeholders; /* owned: list of weak references; NULL: none */
     PyObject         *again;        /* owned: dict, number -> Call: calls made again by
                                        checkpoints, before their backwards (nodes.h); NULL: none */
-    bool foreseen;                  /* a call runs that its caller has not made yet */
-    bool refused;                   /* it may not: serve_chain.h */
+    bool foreseen; /* a call of a chain runs: it may run again, or in vain */
+    bool refused;  /* it may not: serve_chain.h */
 } smp_task;
 
 /* The task of this thread; NULL outside a step. */
