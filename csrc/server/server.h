@@ -105,8 +105,8 @@ uint64_t smp_server_next_call(smp_server *server);
 smp_status smp_server_wait(smp_server *server, uint64_t call, smp_wait_kind kind,
                            int32_t entry, int owner, smp_message **response);
 
-/* The running request goes on with another entry: the next call of a chain, on the board
- * and in the timeline. */
+/* The running request goes on with another entry: the next call of a chain, on the
+ * board and in the timeline. */
 void smp_server_go_on_with(smp_server *server, int32_t entry);
 
 /* The step function of `microbatch` calls no module for the first time any more. */
