@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import smp
 from smp import _core
 from smp.modules import placeholders
 from tests.ranks import on_ranks
+from tests.reference.compare import assert_same_bits
 from tests.test_remote_calls import WIDTH, Run, rows, train
 
 STEPS = 4
@@ -248,3 +257,68 @@ def test_a_look_at_a_placeholder_fetches_its_values_if_it_needs_them(name, monke
     if smp.pp_rank() == 0:
         assert bool(fetched) == needs_values
         assert sorted(map(str, seen)) == sorted(map(str, want)) and len(seen) == 3
+
+
+OF_TRANSFORMERS = {
+    "gpt2": (
+        lambda cache: GPT2LMHeadModel(
+            GPT2Config(
+                n_layer=6, n_embd=16, n_head=2, vocab_size=99, use_cache=cache,
+                bos_token_id=0, eos_token_id=0,
+            )
+        ),
+        lambda net: net.transformer.h[3:],
+    ),
+    "llama": (
+        lambda cache: LlamaForCausalLM(
+            LlamaConfig(
+                num_hidden_layers=6, hidden_size=16, intermediate_size=32, vocab_size=99,
+                num_attention_heads=2, use_cache=cache,
+            )
+        ),
+        lambda net: net.model.layers[3:],
+    ),
+    "t5": (
+        lambda cache: T5ForConditionalGeneration(
+            T5Config(
+                num_layers=4, d_model=16, d_ff=32, d_kv=8, num_heads=2, vocab_size=99,
+                decoder_start_token_id=0, use_cache=cache,
+            )
+        ),
+        lambda net: [*net.encoder.block[1:], *net.decoder.block[1:]],
+    ),
+}  # fmt: skip
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("cache", [False, True], ids=["", "with a cache"])
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_blocks_of_transformers_are_chains_with_the_same_bits(name, cache):
+    make, there = OF_TRANSFORMERS[name]
+    found = []
+    for fast in (False, True):
+        smp.reset()
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "fast_mode": fast})
+        torch.manual_seed(0)
+        net = make(cache)
+        smp.set_partition(net, 0)
+        for block in there(net):
+            smp.set_partition(block, 1)
+        model = smp.DistributedModel(net)
+
+        @smp.step
+        def step(model, ids):
+            out = model(input_ids=ids, labels=ids)
+            model.backward(out["loss"])
+            return out["loss"]
+
+        for _ in range(2):
+            before = _core.counters()
+            step(model, torch.arange(24).view(4, 6))
+            after = _core.counters()
+        sent = [after[name] - before[name] for name in ("messages", "bytes")]
+        found.append((sent, {n: p.grad.clone() for n, p in model.local_named_parameters()}))
+    (relayed, want), (chained, got) = found
+    assert_same_bits(got, want)
+    if smp.pp_rank() == 0:
+        assert all(a < 0.75 * b for a, b in zip(chained, relayed, strict=True))

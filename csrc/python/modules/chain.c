@@ -318,9 +318,12 @@ smp_chain_returned(smp_task *task, const smp_call_site *site, const smp_pack *pa
         malloc((pack->ntensors + outputs->ntensors + 1) * sizeof(PyObject *));
     trail->versions =
         malloc((pack->ntensors + outputs->ntensors + 1) * sizeof(*trail->versions));
-    if (trail->tensors == NULL || trail->versions == NULL || trail->sequence < 0) {
+    if (trail->tensors == NULL || trail->versions == NULL) {
+        PyErr_NoMemory();
+    }
+    if (PyErr_Occurred() != NULL) {
         free_trail(trail);
-        return PyErr_Occurred() == NULL ? (PyErr_NoMemory(), -1) : -1;
+        return -1;
     }
     while (trail->n < pack->ntensors + outputs->ntensors) {
         PyObject *tensor = trail->n < pack->ntensors

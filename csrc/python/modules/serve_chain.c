@@ -515,9 +515,7 @@ smp_serve_fetch(smp_message *request)
 
 static PyMethodDef functions[] = {
     {"refuse_foreseen", py_refuse_foreseen, METH_NOARGS,
-     "refuse_foreseen(): raises in a call that its caller has not made yet, and so "
-     "makes "
-     "its owner undo the chain"},
+     "refuse_foreseen(): raises in a call of a chain; its owner then undoes that"},
     {NULL, NULL, 0, NULL},
 };
 
