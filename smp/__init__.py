@@ -34,6 +34,7 @@ from smp.execution.planning import plan
 from smp.execution.steps import is_tracing, step
 from smp.job.collective_calls import CallMismatch
 from smp.job.config import ConfigError
+from smp.memory import memory_report
 from smp.model import DistributedModel, clip_grad_norm_
 from smp.modules.delayed_init import delay_param_initialization
 from smp.modules.device_placement import empty_cache

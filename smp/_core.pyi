@@ -299,6 +299,9 @@ def gradients_leave_out() -> None:
 def gradients_leaves_out() -> bool:
     """Whether `gradients_leave_out` was called here, or on a rank that sent gradients."""
 
+def kept_outputs() -> list[list[list[Tensor]]]:
+    """Outputs kept here for callers that may still fetch them: by chain, then by call."""
+
 def gradients_taken() -> list[Tensor]:
     """Gradients and terms of this step outside of all ``.grad``."""
 
@@ -608,6 +611,9 @@ def share_heap() -> None:
     """Have all threads with their first allocation from here on share one heap, and keep its
     pages.
     """
+
+def heap_holes() -> int:
+    """Bytes of the heap without a block; 0 where glibc before 2.33 does not tell."""
 
 def trim_heap() -> None:
     """Give the system back the empty pages of the heap."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from smp import optimizer_trial, ranks
+from smp import memory, optimizer_trial, ranks
 from smp.data_parallel import data_parallel
 from smp.modules import live_models
 from smp.optimizers import clip_by_the_models_norm
@@ -225,6 +225,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 closure with ``shard_optimizer_state``.
             RuntimeError: with a loss scale, gradients of ``loss.backward()``.
         """
+        try:
+            return self._step(closure)
+        except Exception as error:
+            if state.is_initialized:
+                memory.tell_if_out_of_memory(error)
+            raise
+
+    def _step(self, closure: Any) -> Any:
         masters, scaled, sharded = self.masters, self.scaled, self.sharded
         if sharded is not None:
             if closure is not None:

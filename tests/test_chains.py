@@ -312,13 +312,17 @@ def test_blocks_of_transformers_are_chains_with_the_same_bits(name, cache):
             model.backward(out["loss"])
             return out["loss"]
 
-        for _ in range(2):
+        sent = []
+        for _ in range(4):
             before = _core.counters()
             step(model, torch.arange(24).view(4, 6))
             after = _core.counters()
-        sent = [after[name] - before[name] for name in ("messages", "bytes")]
+            sent.append([after[name] - before[name] for name in ("messages", "bytes")])
         found.append((sent, {n: p.grad.clone() for n, p in model.local_named_parameters()}))
     (relayed, want), (chained, got) = found
     assert_same_bits(got, want)
     if smp.pp_rank() == 0:
-        assert all(a < 0.75 * b for a, b in zip(chained, relayed, strict=True))
+        least = [
+            [min(counts) for counts in zip(*sent, strict=True)] for sent in (chained, relayed)
+        ]
+        assert all(a < 0.75 * b for a, b in zip(*least, strict=True)), (chained, relayed)

@@ -118,8 +118,8 @@ ROOMS = (
     "_version", "torch_versions", "not_built", "marks", "pytorch", "job", "runtime_state",
     "state_mod", "optimizer_trial", "ranks", "collectives", "slicing", "sharding", "optimizers",
     "modules", "partitioning", "precision", "runtime", "tensor_parallel", "checkpointing",
-    "compat", "data_parallel", "saving", "amp", "distributed_optimizer", "model", "execution",
-    "nn", "start", "timeline",
+    "compat", "data_parallel", "saving", "memory", "amp", "distributed_optimizer", "model",
+    "execution", "nn", "start", "timeline",
 )  # fmt: skip
 ABOVE_ALL = {"__init__", "__main__", "self_test"}
 

@@ -563,8 +563,8 @@ def test_a_remote_call_carries_what_differs_here_and_a_backward_what_it_can_see(
     assert carried == (None, ("a list",), changed, False)
     assert settle("its result") == "its result" and calls == ["settled"]
 
-    monkeypatch.setattr(thread_state.chain, "is_carried", lambda: True)
-    monkeypatch.setattr(thread_state.chain, "take", calls.append)
+    monkeypatch.setattr(thread_state.collective_chain, "is_carried", lambda: True)
+    monkeypatch.setattr(thread_state.collective_chain, "take", calls.append)
     carried, settle, _ = thread_state.capture_for_call("far")
     assert carried == (None, ("a list",), changed, True)
     assert settle(("its result", "a token")) == "its result"

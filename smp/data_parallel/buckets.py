@@ -6,6 +6,7 @@ A bucket answers a communication hook for torch's DistributedDataParallel as
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,13 @@ from smp.sharding.owners import Part, Parts, parts_of
 from smp.slicing.slices import elements_alike
 
 MEGABYTE = 1024 * 1024
+
+_made: WeakSet[Tensor] = WeakSet()  # buffers of this process, of all buckets
+
+
+def memory_of_buckets() -> list[Tensor]:
+    """The buffers on their way, spare ones, and those with gradients as views."""
+    return list(_made)
 
 
 class Memory:
@@ -35,7 +43,9 @@ class Memory:
                 return self._spare.pop(place)
         if self._spare:
             self._spare.pop()
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        _made.add(buffer)
+        return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         """The bucket's use of the buffer is over."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp import _core, ranks
+from smp import _core, memory, ranks
 from smp.collectives.objects import refuse_if_forked
 from smp.data_parallel import data_parallel
 from smp.data_parallel.reduction import Reduction
@@ -227,6 +227,10 @@ class Step:
             if rt.pp_size > 1:
                 self._raise_late_signal()
             return output
+        except Exception as error:
+            if self.description is None:
+                memory.tell_if_out_of_memory(error)
+            raise
         finally:
             _core.place_of_step(None)
             rt.step.end()

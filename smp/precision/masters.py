@@ -62,10 +62,13 @@ class Masters:
 
     Args:
         optimizer: the wrapped one.
+
+    Attributes:
+        optimizer: the same.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         _every.add(self)
 
     def every(self) -> list[MasterWeight]:
@@ -78,14 +81,14 @@ class Masters:
         return {n: m for n, m in numbered if isinstance(m, MasterWeight)}
 
     def _parameters(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @among_slices
     def make(self) -> None:
         """Make masters of half parameters without one: of this rank, once partitioned."""
-        if keeps_its_own(self._optimizer):
+        if keeps_its_own(self.optimizer):
             return
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             members = group["params"]
             for place, parameter in enumerate(members):
                 if type(parameter) is MasterWeight or not hasattr(parameter, HAS_MASTER):
@@ -93,8 +96,8 @@ class Masters:
                 if not keeps_state(parameter):
                     continue
                 members[place] = master = _master_of(parameter)
-                if parameter in self._optimizer.state:
-                    state = self._optimizer.state
+                if parameter in self.optimizer.state:
+                    state = self.optimizer.state
                     state[master] = state.pop(parameter)
 
     def refuse_second(self, parameters: Iterable[Tensor]) -> None:
@@ -178,12 +181,17 @@ def take_out(states: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[int, Tenso
 _every: weakref.WeakSet[Masters] = weakref.WeakSet()
 
 
+def every() -> list[Masters]:
+    """Those of all wrapped optimizers."""
+    return list(_every)
+
+
 @among_slices
 @torch.no_grad()
 def take_values_of(parameters: Iterable[Tensor]) -> None:
     """Make masters equal to half parameters in every bit, as after an exchange of these."""
     wanted = set(map(id, parameters))
-    for masters in list(_every):
+    for masters in every():
         for master in masters.every():
             if id(model_parameter(master)) in wanted and master.stands_for is not None:
                 master.copy_(master.stands_for)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from smp import _core
 from smp.marks import TOLD
@@ -83,31 +83,11 @@ def describe_of_task(
         path: of the task's module; None: it is looked for.
     """
     error = as_failure(error)
-    if is_out_of_memory(error) and told_of(error) is None:
-        add_note(error, _memory_of(rt))
     if path is None:
         path = module_of(error, live_models.living())
     told = describe(error, path, microbatch, phase, rt.name)
     rt.local_errors.append((told, error))
     return told
-
-
-def _memory_of(rt: Runtime) -> str:
-    """The contents of this rank's memory, by kind."""
-
-    def mib(tensors: Iterable[Tensor | None]) -> int:
-        return sum(t.nbytes for t in tensors if t is not None) >> 20
-
-    models = live_models.living()
-    parameters = [p for m in models for p in m.local_parameters()]
-    buffers = [b for m in models for _, b in m.local_named_buffers()]
-    gradients = [*(p.grad for p in parameters), *_core.gradients_taken()]
-    pool = _core.counters()
-    return (
-        f"memory of {rt.name}: parameters {mib(parameters)} MiB, gradients "
-        f"{mib(gradients)} MiB, buffers {mib(buffers)} MiB, pool for "
-        f"messages {pool['pool_in_use'] >> 20} of {pool['pool_size'] >> 20} MiB in use"
-    )
 
 
 def _pickled(value: object) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from smp import _core
+from smp import _core, memory
 from smp.checkpointing import users_checkpoints
 from smp.job import core_warnings, transports
 from smp.modules import (
@@ -108,6 +108,7 @@ def _functions(rt: Runtime) -> dict[str, Callable[..., Any]]:
         torch.set_num_threads(threads)  # OpenMP keeps this by thread
 
     def describe(error: BaseException, path: str | None, microbatch: int, phase: int) -> tuple:
+        memory.tell_if_out_of_memory(error)
         return failures.describe_of_task(rt, error, path, microbatch, phase)
 
     return {

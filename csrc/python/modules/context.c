@@ -337,9 +337,32 @@ smp_context_forget(void)
     Py_XDECREF(contexts);
 }
 
+static PyObject *
+kept_outputs(PyObject *module, PyObject *unused)
+{
+    PyObject  *lists = PyList_New(0);
+    PyObject  *context;
+    Py_ssize_t at = 0;
+
+    (void)module;
+    (void)unused;
+    while (lists != NULL && smp_the_session.contexts != NULL &&
+           PyDict_Next(smp_the_session.contexts, &at, NULL, &context)) {
+        PyObject *held = ((smp_context *)context)->held;
+
+        if (held != NULL && PyList_Append(lists, held) < 0) {
+            Py_CLEAR(lists);
+        }
+    }
+    return lists;
+}
+
 /* ------------------------------------------------------------------ registration */
 
 static PyMethodDef functions[] = {
+    {"kept_outputs", kept_outputs, METH_NOARGS,
+     "kept_outputs() -> a list of lists of outputs for each chain with a backward to "
+     "come"},
     {"enter_forward", __extension__(PyCFunction)(void (*)(void)) enter_forward,
      METH_FASTCALL, "Enter.forward(ctx, context, leaf) -> tensors"},
     {"enter_backward", __extension__(PyCFunction)(void (*)(void)) enter_backward,
