@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from smp import _core
+from smp.checkpointing import offloading
 from smp.marks import CHECKPOINTED, CHECKPOINTING, RUNS, set_class
 from smp.modules import inner_module, live_models, remote_modules, stand_ins
 from smp.state_mod import state
@@ -139,9 +141,15 @@ def run(function: Callable, preserve: bool, args: tuple, kwargs: dict[str, Any])
     if state.is_tracing or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     function = regions.found_again(function)
-    return torch_checkpoint(
-        function, *args, use_reentrant=False, preserve_rng_state=preserve, **kwargs
+    checkpoint = functools.partial(
+        torch_checkpoint, use_reentrant=False, preserve_rng_state=preserve
     )
+    offloads = offloading.of_this_job()
+    if offloads is None:
+        return checkpoint(function, *args, **kwargs)
+    function, tensors = offloading.with_tensors_apart(function, args, kwargs)
+    with saved_tensors_hooks(offloads.pack, offloads.unpack):
+        return checkpoint(function, *tensors)
 
 
 def run_sequential(

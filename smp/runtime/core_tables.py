@@ -7,6 +7,7 @@ from zlib import crc32
 from torch import Tensor, nn
 
 from smp import _core
+from smp.marks import CHECKPOINTED
 from smp.modules import live_models, remote_modules
 from smp.modules.live_models import LiveModel, parts_of
 from smp.precision import conversion
@@ -70,7 +71,12 @@ def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:
             members = entry.callable.children if entry.module is None else [entry.module]
             inside = [p for m in members for p in m.parameters()]
             trains = remote_modules.TRAINS * any(p.requires_grad for p in inside)
-            flags.append(trains | remote_modules.CHAINS * (chains and rt.cfg.fast_mode))
+            chains = chains and rt.cfg.fast_mode
+            # A chain keeps its calls' outputs on the device, in case the caller wants them.
+            if chains and rt.cfg.offload_activations:
+                every = (m for member in members for m in member.modules())
+                chains = not any(hasattr(type(m), CHECKPOINTED) for m in every)
+            flags.append(trains | remote_modules.CHAINS * chains)
             uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
             first.append(len(uses))
     _core.gradients_setup(local, first, uses, _sum_of_layouts)
