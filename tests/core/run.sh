@@ -13,7 +13,13 @@ trap 'cat "$said" >&3; rm -f "$log" "$said"' EXIT
 begin=$SECONDS
 
 run() { timeout 900 "$@" 2>&1 | tee "$log"; }
-sanitizer_spoke() { grep -qE 'Sanitizer: |runtime error: ' "$log"; }
+
+# Whether a sanitizer found something.  A failed test leaves memory and threads behind.
+sanitizer_spoke() {
+    local leaks='^$'
+    grep -q '^FAILED ' "$log" && leaks='LeakSanitizer|thread leak|leaked in|reported [0-9]+ warnings'
+    grep -E 'Sanitizer: |runtime error: ' "$log" | grep -qvE "$leaks"
+}
 
 # Whether a command that failed passes later.
 later() {
@@ -31,12 +37,13 @@ status=$?
 if sanitizer_spoke; then
     status=1 # though the program may have gone on
 elif [ "$status" -ne 0 ] && [ "${AGAIN:-0}" -gt 0 ]; then
+    why=$(grep -m 1 ': not true: ' "$log")
     mapfile -t names < <(sed -n 's/^FAILED \([A-Za-z0-9_]*\).*/\1/p' "$log" | sort -u)
     grep -qE '(^|[;:] )[0-9]+ passed, ' "$log" || names=()
     status=0
     for name in "${names[@]:-}"; do
         if later "$@" ${name:+"$name"}; then
-            echo "UNSTEADY ${*##*/} $name"
+            echo "UNSTEADY ${*##*/} $name ${why##*/}"
         else
             status=1
         fi
