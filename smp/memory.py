@@ -106,6 +106,12 @@ def tell_if_out_of_memory(error: BaseException) -> None:
     if not failures.is_out_of_memory(error) or failures.told_of(error) is not None:
         return
     who = f"memory of {state.job('smp.memory_report()').runtime.name}"
+    # An error of the report's own, also for lack of memory, would take this one's place.
+    with suppress(Exception):
+        _add_notes(error, who)
+
+
+def _add_notes(error: BaseException, who: str) -> None:
     for one in _of_this_rank():
         failures.add_note(
             error, f"{who}{'' if one.device == 'cpu' else f' on {one.device}'}: {one}"

@@ -67,14 +67,9 @@ class _Input:
         """The values here are from before a change of the saved tensor in place.
 
         Raises:
-            RuntimeError: there was one, as autograd says of other saved tensors.
+            RuntimeError: there was one.
         """
-        if self._versions._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: an input of a checkpoint, of shape {list(self.place[1])}, "
-                f"is at version {self._versions._version}; expected version {self._version}"
-            )
+        _refuse_changed(self.place[1], self._version, self._versions._version)
 
 
 class Offloading:
@@ -100,7 +95,7 @@ class Offloading:
     def pack(self, tensor: Tensor) -> Any:
         """Begin to copy a tensor to the host, where that saves memory."""
         if not _is_worth_it(tensor):
-            return tensor
+            return tensor, tensor._version
         self._end_copies()
         if (kept := self._kept_already(tensor)) is not None:
             return kept
@@ -118,8 +113,10 @@ class Offloading:
 
     def unpack(self, kept: Any) -> Tensor:
         """The saved tensor, on its device; begins to load the ones before."""
-        if isinstance(kept, Tensor):
-            return kept
+        if isinstance(kept, tuple):
+            tensor, version = kept
+            _refuse_changed(tensor.shape, version, tensor._version)
+            return tensor
         kept.refuse_changed()
         self._end_copies()
         if kept.tensor is None:
@@ -226,6 +223,16 @@ class Offloading:
         return torch.empty_like(tensor, device="cpu")
 
 
+def _refuse_changed(shape: torch.Size, saved: int, now: int) -> None:
+    """Autograd compares the versions of saved tensors itself, but not of those with hooks."""
+    if saved != now:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: an input of a checkpoint, of shape {list(shape)}, is at "
+            f"version {now}; expected version {saved}"
+        )
+
+
 def _is_worth_it(tensor: Tensor) -> bool:
     if tensor.device.type in ("cpu", "meta") or tensor.nbytes < _SMALL:
         return False
@@ -247,17 +254,19 @@ def of_this_job() -> Offloading | None:
     if not state.is_initialized or not state.cfg.offload_activations:
         return None
     runtime = state.job("offload_activations").runtime
-    of_job = _of_jobs.get(runtime)
-    if of_job is None:
-        of_job = _of_jobs[runtime] = Offloading(state.cfg.activation_loading_horizon)
-        if accelerator.in_use() is None:
+    is_on_host, is_first = accelerator.in_use() is None, runtime not in _of_jobs
+    if is_first:
+        _of_jobs[runtime] = Offloading(state.cfg.activation_loading_horizon)
+    if is_on_host:
+        if is_first:
             warnings.warn(
                 "smp: offload_activations=True has no effect: this rank uses no accelerator, "
                 "so its activations are in host memory already",
                 stacklevel=3,
             )
+        return None
     is_inside = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return None if is_inside else of_job
+    return None if is_inside else _of_jobs[runtime]
 
 
 def with_tensors_apart(
