@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import smp
+from smp import memory
 from smp.memory import Bytes, MemoryReport
 from tests.devices import DEVICES, use
 from tests.ranks import on_ranks
@@ -94,18 +95,25 @@ def test_a_peak_is_of_the_time_since_its_reset():
 
 
 @on_ranks(2)
-def test_without_memory_in_the_optimizer_the_note_has_it_by_kind():
+@pytest.mark.parametrize("for_report", [True, False], ids=["", "none for the report either"])
+def test_without_memory_in_the_optimizer_the_note_has_it_by_kind(for_report, monkeypatch):
     model, optimizer, step, _ = made()
     step(model, torch.randn(4, WIDTH))
 
     def no_memory():
         raise MemoryError("no more")
 
+    if not for_report:
+        monkeypatch.setattr(memory, "_of_this_rank", no_memory)
+
     optimizer.optimizer.step = no_memory
     with pytest.raises(MemoryError) as caught:
         optimizer.step()
-    (note,) = caught.value.__notes__
-    assert note.startswith(f"memory of pp_rank {smp.pp_rank()}: parameters 0 MiB, buffers")
+    notes = getattr(caught.value, "__notes__", [])
+    assert len(notes) == for_report
+    assert not notes or notes[0].startswith(
+        f"memory of pp_rank {smp.pp_rank()}: parameters 0 MiB, buffers"
+    )
 
 
 def test_a_report_is_a_table_and_needs_a_job():

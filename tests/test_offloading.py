@@ -6,6 +6,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import smp
+from smp.checkpointing import offloading
 from tests.devices import DEVICES, use
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
@@ -101,6 +102,21 @@ def test_at_most_a_horizon_of_inputs_is_on_the_device(device, horizon, pipeline)
         assert_same_bits(run(), wanted)
         assert inputs.most <= max(horizon, 2)  # two meet where a backward goes on
     assert without.most >= LAYERS // smp.pp_size()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_mask_of_all_layers_goes_once_a_microbatch(device, monkeypatch):
+    copied = []
+    on_host = offloading.Offloading._on_host
+    monkeypatch.setattr(
+        offloading.Offloading,
+        "_on_host",
+        lambda self, tensor: copied.append(tensor.shape) or on_host(self, tensor),
+    )
+    _, run, _ = made(device)
+    run()
+    assert len(copied) == MICROBATCHES * (LAYERS + 1)
 
 
 @on_ranks(2)
