@@ -198,6 +198,13 @@ smp.barrier()
 assert {"trace.json", "timeline.svg"} <= set(os.listdir())
 """,
     ),
+    ("docs/memory.md", "smp.memory_report(everyone=True)"): Around(
+        after="""
+for one in report.every:  # as in the table
+    counted = one.parameters, one.gradients, one.masters, one.optimizer_state
+    assert [round(bytes / 2**20) for bytes in counted] == [8, 16, 16, 32]
+"""
+    ),
     ("docs/tensor_parallelism.md", "with smp.tensor_parallelism():  "): Around(
         """
 import torch
@@ -337,6 +344,12 @@ def test_the_blocks_of_the_partitions_page_run_and_print_what_it_shows(tmp_path,
 
     assert said[0] == shown
     assert (tmp_path / "gpt2.svg").read_text() == (ROOT / "docs/gpt2_partition.svg").read_text()
+
+
+@on_ranks(2)
+def test_the_script_of_the_page_on_memory_has_the_bytes_of_its_table():
+    [table] = run_in_order("docs/memory.md")
+    assert bool(table) == (smp.rank() == 0)
 
 
 @on_ranks(FOUR_RANKS)
