@@ -186,6 +186,11 @@ def every() -> list[Masters]:
     return list(_every)
 
 
+def forget() -> None:
+    """Forget all: the job has ended, and its optimizers with it."""
+    _every.clear()
+
+
 @among_slices
 @torch.no_grad()
 def take_values_of(parameters: Iterable[Tensor]) -> None:

@@ -17,6 +17,7 @@ from smp.modules import (
     placeholders,
     travelling_changes,
 )
+from smp.precision import masters
 from smp.pytorch import autograd, call_warnings, pickling, shared_memory, staging
 from smp.pytorch.compiled_code import not_traced
 from smp.runtime import failures, thread_state
@@ -43,6 +44,7 @@ def stop(rt: Runtime) -> None:
     late_hooks.forget()
     users_checkpoints.forget()
     live_models.forget()
+    masters.forget()
     if rt.core_is_open:
         rt.core_is_open = False
         try:
