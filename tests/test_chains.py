@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -65,7 +67,7 @@ class Blocks(nn.Module):
 
     def forward(self, x):
         mask = (x.detach() > 0).to(x.dtype)
-        kept, cache = [], []
+        kept, cache, masks = [], [], [mask, mask * 0.5]
         for i, block in enumerate(self.blocks):
             late = self.number >= 2 and i == 2  # links are known by then
             if self.way == "pairs":
@@ -114,6 +116,15 @@ class Blocks(nn.Module):
                     x = x + kept[1] + kept[2]
             elif self.way == "cache":
                 x = block(x, mask, cache=cache)
+            elif self.way.startswith("two masks"):
+                mine = masks[i % 2]
+                if late and self.way.endswith("in place"):
+                    mine.add_(1.0)
+                elif late and self.way.endswith("another one"):
+                    mine = mine * 2.0
+                elif late and self.way.endswith("with grad"):
+                    mine = masks[i % 2] = self.wide(mine)
+                x = block(x, mine)
             else:
                 x = block(x, mask)
         if self.way == "cache":
@@ -125,6 +136,7 @@ WAYS = (
     "plain", "pairs", "keywords", "drops", "another argument", "another value", "in place",
     "mask in place", "draws", "hooked", "no grad", "keeps", "changes", "raises", "catches",
     "shares", "uses what it shares", "touches", "touches later", "cache", "sets",
+    "two masks", "two masks, in place", "two masks, another one", "two masks, with grad",
 )  # fmt: skip
 
 
@@ -277,6 +289,16 @@ OF_TRANSFORMERS = {
             )
         ),
         lambda net: net.model.layers[3:],
+    ),
+    "gemma2": (
+        lambda cache: Gemma2ForCausalLM(
+            Gemma2Config(
+                num_hidden_layers=6, hidden_size=16, intermediate_size=32, vocab_size=99,
+                num_attention_heads=2, num_key_value_heads=1, head_dim=8, sliding_window=4,
+                use_cache=cache,
+            )
+        ),
+        lambda net: net.model.layers[2:],
     ),
     "t5": (
         lambda cache: T5ForConditionalGeneration(

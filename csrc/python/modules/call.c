@@ -288,7 +288,7 @@ raise_from_there(smp_message *response)
  * plan, if there are any.  *undone: the owner has undone these: nothing has happened.
  */
 static PyObject *
-make_call(smp_call_site *site, uint16_t flags, const smp_chain_plan *plan, bool *undone)
+make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool *undone)
 {
     smp_session     *session = &smp_the_session;
     smp_task        *task = smp_this_task;

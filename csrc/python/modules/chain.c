@@ -49,6 +49,20 @@ typedef struct smp_trail {
     long       sequence; /* autograd's, at its end */
 } smp_trail;
 
+/* The arguments of a call by the task. */
+typedef struct {
+    PyObject **weak;     /* owned, weak references, by number */
+    long      *versions; /* owned */
+    size_t     n;
+    size_t     room;
+} past_call;
+
+/* The last calls of a task, whose arguments later ones may have again: masks, say. */
+typedef struct smp_history {
+    past_call calls[SMP_CHAIN_FARTHEST + 1]; /* by count, round and round */
+    size_t    count;
+} smp_history;
+
 /* One further call of a chain. */
 typedef struct {
     smp_link     *link; /* of the call before it */
@@ -198,18 +212,127 @@ version_of(PyObject *tensor)
     return version;
 }
 
-/* Where the tensor comes from: an argument or an output of the trail's call, unchanged
- * since.  False: from elsewhere. */
+static void
+forget_call(past_call *past)
+{
+    while (past->n > 0) {
+        Py_DECREF(past->weak[--past->n]);
+    }
+}
+
+static void
+free_history(smp_history *history)
+{
+    for (size_t i = 0; history != NULL && i <= SMP_CHAIN_FARTHEST; i++) {
+        forget_call(&history->calls[i]);
+        free(history->calls[i].weak);
+        free(history->calls[i].versions);
+    }
+    free(history);
+}
+
+/* The arguments of the call so many before the last one; NULL: none is known. */
+static past_call *
+past_at(smp_history *history, size_t back)
+{
+    if (history == NULL || back > SMP_CHAIN_FARTHEST || back >= history->count) {
+        return NULL;
+    }
+    return &history->calls[(history->count - 1 - back) % (SMP_CHAIN_FARTHEST + 1)];
+}
+
+/* The call is over.  0, or -1 with an exception. */
+static int
+remember_call(smp_task *task, const smp_pack *pack)
+{
+    past_call *past;
+
+    if (task->history == NULL) {
+        task->history = calloc(1, sizeof(*task->history));
+    }
+    if (task->history == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    task->history->count++;
+    past = past_at(task->history, 0);
+    forget_call(past);
+    if (pack->ntensors > past->room) {
+        PyObject **weak = realloc(past->weak, pack->ntensors * sizeof(*weak));
+        long      *versions;
+
+        past->weak = weak == NULL ? past->weak : weak;
+        versions = realloc(past->versions, pack->ntensors * sizeof(*versions));
+        past->versions = versions == NULL ? past->versions : versions;
+        if (weak == NULL || versions == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        past->room = pack->ntensors;
+    }
+    while (past->n < pack->ntensors) {
+        PyObject *weak = PyWeakref_NewRef(pack->tensors[past->n], NULL);
+
+        if (weak == NULL) {
+            return -1;
+        }
+        past->versions[past->n] = version_of(pack->tensors[past->n]);
+        past->weak[past->n++] = weak;
+    }
+    return 0;
+}
+
+/* An argument of an earlier call (borrowed); NULL: it is gone, or has changed. */
+static PyObject *
+past_tensor(const past_call *past, size_t number)
+{
+    PyObject *tensor;
+
+    if (past == NULL || number >= past->n) {
+        return NULL;
+    }
+    tensor = PyWeakref_GET_OBJECT(past->weak[number]);
+    if (tensor == Py_None || past->versions[number] < 0 ||
+        version_of(tensor) != past->versions[number]) {
+        return NULL;
+    }
+    return tensor;
+}
+
+/* The same for a call of a plan, whose source is before the chain: see chain.h. */
+static PyObject *
+past_source(const smp_task *task, size_t call, smp_chain_source source)
+{
+    const unsigned back = smp_chain_back(source);
+
+    return back <= call ? NULL
+                        : past_tensor(past_at(task->history, back - call - 1),
+                                      smp_chain_number(source));
+}
+
+/* Where the tensor comes from, unchanged since: an argument or an output of the trail's
+ * call, or an argument of an earlier one.  False: from elsewhere. */
 static bool
-find_source(const smp_trail *trail, PyObject *tensor, smp_chain_source *source)
+find_source(const smp_trail *trail, smp_history *history, PyObject *tensor,
+            smp_chain_source *source)
 {
     for (size_t i = 0; i < trail->n; i++) {
         if (trail->tensors[i] == tensor) {
             const bool   output = i >= trail->narguments;
             const size_t number = output ? i - trail->narguments : i;
 
-            *source = (smp_chain_source)(number << 1 | output);
+            *source = smp_chain_source_of(0, number, output);
             return trail->versions[i] >= 0 && version_of(tensor) == trail->versions[i];
+        }
+    }
+    for (size_t back = 1; back <= SMP_CHAIN_FARTHEST; back++) {
+        const past_call *past = past_at(history, back);
+
+        for (size_t i = 0; past != NULL && i < past->n; i++) {
+            if (past_tensor(past, i) == tensor) {
+                *source = smp_chain_source_of((unsigned)back, i, false);
+                return true;
+            }
         }
     }
     return false;
@@ -226,11 +349,20 @@ sequence_now(void)
     return now;
 }
 
-/* NULL without an exception: the call does not follow from the trail's alone.  The
- * gradients of both calls for one argument are terms of the caller's sum: between them
- * comes none from a use by the caller, so it makes no node of its own there. */
+/* Whether a call may have this argument in a chain.  The gradients of both calls for
+ * one argument are terms of the caller's sum: between them comes none from a use by the
+ * caller, so it makes no node of its own there. */
+static bool
+may_share(const smp_trail *trail, smp_chain_source source, bool in_graph)
+{
+    return !in_graph || smp_chain_is_output(source) ||
+           (smp_chain_back(source) == 0 && sequence_now() == trail->sequence);
+}
+
+/* NULL without an exception: the call does not follow from earlier ones alone. */
 static smp_follower *
-make_follower(const smp_trail *trail, const smp_call_site *site, const smp_pack *pack)
+make_follower(const smp_trail *trail, smp_history *history, const smp_call_site *site,
+              const smp_pack *pack)
 {
     smp_follower *call;
 
@@ -252,9 +384,8 @@ make_follower(const smp_trail *trail, const smp_call_site *site, const smp_pack 
     for (; call->nsources < pack->ntensors; call->nsources++) {
         smp_chain_source *source = &call->sources[call->nsources];
 
-        if (!find_source(trail, pack->tensors[call->nsources], source) ||
-            ((*source & 1) == 0 && pack->in_graph[call->nsources] &&
-             sequence_now() != trail->sequence)) {
+        if (!find_source(trail, history, pack->tensors[call->nsources], source) ||
+            !may_share(trail, *source, pack->in_graph[call->nsources])) {
             goto none;
         }
     }
@@ -279,7 +410,7 @@ smp_chain_called(smp_task *task, const smp_call_site *site, const smp_pack *pack
     }
     task->trail = NULL;
     if (trail->link->next == NULL) { /* no other microbatch was sooner */
-        trail->link->next = make_follower(trail, site, pack);
+        trail->link->next = make_follower(trail, task->history, site, pack);
         trail->link->tries++;
     }
     free_trail(trail);
@@ -298,7 +429,7 @@ smp_chain_returned(smp_task *task, const smp_call_site *site, const smp_pack *pa
         return 0;
     }
     link = link_of(key);
-    if (link == NULL) {
+    if (link == NULL || remember_call(task, pack) < 0) {
         return -1;
     }
     if (link->next != NULL || link->tries >= MOST_TRIES) {
@@ -350,6 +481,41 @@ smp_call_draw(smp_call_site *site)
     return 0;
 }
 
+/* Its first calls alone are left. */
+static void
+cut_plan(smp_chain_plan *plan, size_t n)
+{
+    while (plan->n > n) {
+        let_go(plan->calls[--plan->n]);
+        free(plan->sources[plan->n]);
+        plan->sources[plan->n] = NULL;
+    }
+}
+
+/* Ends the plan before a call with an argument of a call before the chain, where that
+ * is gone, or in the graph. */
+static void
+end_where_unknown(const smp_task *task, smp_chain_plan *plan)
+{
+    for (size_t i = 0; i < plan->n; i++) {
+        const smp_follower *call = plan->calls[i];
+
+        for (size_t j = 0; j < call->nsources; j++) {
+            PyObject *tensor;
+
+            if (smp_chain_back(call->sources[j]) <= i) {
+                continue;
+            }
+            tensor = past_source(task, i, call->sources[j]);
+            if (tensor == NULL || smp_attr_true(tensor, smp_names.requires_grad) != 0) {
+                PyErr_Clear();
+                cut_plan(plan, i);
+                return;
+            }
+        }
+    }
+}
+
 int
 smp_chain_foresee(smp_task *task, smp_call_site *site, smp_chain_plan *plan)
 {
@@ -368,10 +534,12 @@ smp_chain_foresee(smp_task *task, smp_call_site *site, smp_chain_plan *plan)
             break;
         }
         plan->calls[plan->n] = link->next;
+        plan->sources[plan->n] = NULL;
         link->next->refs++;
         plan->links[plan->n++] = link;
         key = key_of(task->entry, link->next->entry, link->next->before, site->grad);
     }
+    end_where_unknown(task, plan);
     if (plan->n == 0) {
         return 0;
     }
@@ -392,15 +560,58 @@ smp_chain_trains(const smp_chain_plan *plan)
 void
 smp_chain_let_go(smp_chain_plan *plan)
 {
-    while (plan->n > 0) {
-        let_go(plan->calls[--plan->n]);
+    cut_plan(plan, 0);
+}
+
+/* Appends the arguments of calls before the chain, and finds all sources in the
+ * request.
+ */
+static int
+pack_past(smp_pack *pack, const smp_task *task, smp_chain_plan *plan)
+{
+    PyObject *past = PyList_New(0);
+    int       failed = past == NULL ? -1 : 0;
+
+    for (size_t i = 0; failed == 0 && i < plan->n; i++) {
+        const smp_follower *call = plan->calls[i];
+
+        plan->sources[i] = malloc((call->nsources + 1) * sizeof(**plan->sources));
+        if (plan->sources[i] == NULL) {
+            PyErr_NoMemory();
+            failed = -1;
+        }
+        for (size_t j = 0; failed == 0 && j < call->nsources; j++) {
+            PyObject *tensor = past_source(task, i, call->sources[j]);
+
+            plan->sources[i][j] = call->sources[j];
+            failed = tensor == NULL ? 0 : PyList_Append(past, tensor);
+        }
     }
+    failed = failed == 0 ? smp_pack_value(pack, past) : failed;
+    for (size_t i = 0; failed == 0 && i < plan->n; i++) {
+        for (size_t j = 0; j < plan->calls[i]->nsources; j++) {
+            const PyObject *tensor = past_source(task, i, plan->sources[i][j]);
+
+            for (size_t k = 0; tensor != NULL && k < pack->ntensors; k++) {
+                if (pack->tensors[k] == tensor) {
+                    plan->sources[i][j] =
+                        smp_chain_source_of(SMP_CHAIN_OF_REQUEST, k, false);
+                    tensor = NULL;
+                }
+            }
+        }
+    }
+    Py_XDECREF(past);
+    return failed;
 }
 
 int
-smp_chain_pack(smp_pack *pack, const smp_task *task, const smp_chain_plan *plan)
+smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan)
 {
-    int failed = smp_pack_u32(pack, (uint32_t)plan->n);
+    int failed =
+        pack_past(pack, task, plan) < 0 || smp_pack_u32(pack, (uint32_t)plan->n) < 0
+            ? -1
+            : 0;
 
     for (size_t i = 0; failed == 0 && i < plan->n; i++) {
         const smp_follower  *call = plan->calls[i];
@@ -415,7 +626,7 @@ smp_chain_pack(smp_pack *pack, const smp_task *task, const smp_chain_plan *plan)
         failed = smp_pack_sized(pack, TAG_BYTES, &head, sizeof(head)) < 0 ||
                          smp_pack_sized(pack, TAG_BYTES, call->values.at,
                                         call->values.size) < 0 ||
-                         smp_pack_sized(pack, TAG_BYTES, call->sources,
+                         smp_pack_sized(pack, TAG_BYTES, plan->sources[i],
                                         call->nsources * sizeof(*call->sources)) < 0
                      ? -1
                      : 0;
@@ -499,49 +710,60 @@ add_in_graph(PyObject *list, const smp_unpack *unpack)
     return failed ? -1 : 0;
 }
 
+/* The numbers in the request of a call's tensors, -1 for others: its (owned by the
+ * list), of the calls before it. */
+static int
+number_in_request(int32_t **its, size_t at, const smp_chain_source *sources, size_t n)
+{
+    its[at] = malloc((n + 1) * sizeof(**its));
+    if (its[at] == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t j = 0; j < n; j++) {
+        const size_t   number = smp_chain_number(sources[j]);
+        const unsigned back = smp_chain_back(sources[j]);
+
+        its[at][j] = smp_chain_is_output(sources[j]) ? -1
+                     : back == SMP_CHAIN_OF_REQUEST  ? (int32_t)number
+                                                     : its[at - 1 - back][number];
+    }
+    return 0;
+}
+
 /* The request's tensors with requires_grad, of each call in turn (new). */
 static PyObject *
-inputs_of(smp_chain *chain, const smp_pack *pack)
+inputs_of(smp_chain *chain, const smp_chain_plan *plan, const smp_pack *pack)
 {
     PyObject *inputs = PyList_New(0);
-    size_t    most = pack->ntensors;
-    int32_t
-        *former; /* by tensor of the former call: its number in the request, or -1 */
-    int32_t *its;
-    int      failed = inputs == NULL ? -1 : smp_pack_add_in_graph(pack, inputs);
+    int32_t **its = calloc(chain->n + 1, sizeof(*its)); /* by call, by tensor */
+    int       failed = inputs == NULL ? -1 : smp_pack_add_in_graph(pack, inputs);
 
-    for (size_t i = 0; i < chain->n; i++) {
-        most =
-            chain->next[i].call->nsources > most ? chain->next[i].call->nsources : most;
-    }
-    former = malloc((most + 1) * sizeof(*former));
-    its = malloc((most + 1) * sizeof(*its));
-    if (former == NULL || its == NULL) {
+    if (its == NULL ||
+        (its[0] = malloc((pack->ntensors + 1) * sizeof(**its))) == NULL) {
         PyErr_NoMemory();
         failed = -1;
     }
     for (size_t j = 0; failed == 0 && j < pack->ntensors; j++) {
-        former[j] = (int32_t)j;
+        its[0][j] = (int32_t)j;
     }
     for (size_t i = 0; failed == 0 && i < chain->n; i++) {
-        foreseen           *next = &chain->next[i];
-        const smp_follower *call = next->call;
-        int32_t            *swap;
+        foreseen    *next = &chain->next[i];
+        const size_t n = next->call->nsources;
 
-        for (size_t j = 0; failed == 0 && j < call->nsources; j++) {
-            const smp_chain_source source = call->sources[j];
+        failed = number_in_request(its, i + 1, plan->sources[i], n);
+        for (size_t j = 0; failed == 0 && j < n; j++) {
+            const int32_t number = its[i + 1][j];
 
-            its[j] = source & 1 ? -1 : former[source >> 1];
-            if (its[j] >= 0 && pack->in_graph[its[j]]) {
+            if (number >= 0 && pack->in_graph[number]) {
                 next->shares = true;
-                failed = PyList_Append(inputs, pack->tensors[its[j]]);
+                failed = PyList_Append(inputs, pack->tensors[number]);
             }
         }
-        swap = former;
-        former = its;
-        its = swap;
     }
-    free(former);
+    for (size_t i = 0; its != NULL && i <= chain->n; i++) {
+        free(its[i]);
+    }
     free(its);
     if (failed < 0) {
         Py_CLEAR(inputs);
@@ -551,8 +773,8 @@ inputs_of(smp_chain *chain, const smp_pack *pack)
 
 /* Makes the caller's half of the graph, for the outputs of all calls. */
 static int
-make_graph(smp_chain *chain, smp_call_object *call, const smp_pack *pack,
-           uint64_t unreached)
+make_graph(smp_chain *chain, const smp_chain_plan *plan, smp_call_object *call,
+           const smp_pack *pack, uint64_t unreached)
 {
     PyObject  *inputs;
     PyObject  *outputs;
@@ -574,7 +796,7 @@ make_graph(smp_chain *chain, smp_call_object *call, const smp_pack *pack,
     if (PyList_GET_SIZE(call->outputs) == 0) {
         return 0;
     }
-    inputs = inputs_of(chain, pack);
+    inputs = inputs_of(chain, plan, pack);
     outputs = inputs == NULL ? NULL : smp_nodes_apply(call, inputs, unreached, true);
     Py_XDECREF(inputs);
     if (outputs == NULL) {
@@ -622,16 +844,34 @@ label(smp_chain *chain, smp_call_object *call, smp_task *task)
     return 0;
 }
 
+/* An argument of a chain's call (borrowed): of the request, of an earlier call, or of
+ * the outputs of the former one.  NULL: there is no such tensor. */
+static PyObject *
+find_argument(const smp_chain *chain, size_t call, smp_chain_source source,
+              const smp_pack *pack)
+{
+    const size_t      number = smp_chain_number(source);
+    const unsigned    back = smp_chain_back(source);
+    const smp_unpack *outputs = &chain->described[call];
+    PyObject *const  *tensors = pack->tensors;
+    size_t            n = pack->ntensors;
+
+    if (smp_chain_is_output(source)) {
+        tensors = outputs->tensors;
+        n = outputs->ntensors;
+    } else if (back < call) {
+        tensors = chain->next[call - 1 - back].tensors;
+        n = chain->next[call - 1 - back].call->nsources;
+    }
+    return number < n ? tensors[number] : NULL;
+}
+
 /* The tensors that each call will have as arguments. */
 static int
-expect_arguments(smp_chain *chain, const smp_pack *pack)
+expect_arguments(smp_chain *chain, const smp_chain_plan *plan, const smp_pack *pack)
 {
-    PyObject *const *former = pack->tensors;
-    size_t           nformer = pack->ntensors;
-
     for (size_t i = 0; i < chain->n; i++) {
-        foreseen         *next = &chain->next[i];
-        const smp_unpack *outputs = &chain->described[i];
+        foreseen *next = &chain->next[i];
 
         next->tensors = calloc(next->call->nsources + 1, sizeof(PyObject *));
         next->versions = malloc((next->call->nsources + 1) * sizeof(*next->versions));
@@ -640,18 +880,14 @@ expect_arguments(smp_chain *chain, const smp_pack *pack)
             return -1;
         }
         for (size_t j = 0; j < next->call->nsources; j++) {
-            const smp_chain_source source = next->call->sources[j];
-            const size_t           number = source >> 1;
+            PyObject *tensor = find_argument(chain, i, plan->sources[i][j], pack);
 
-            if (number >= (source & 1 ? outputs->ntensors : nformer)) {
+            if (tensor == NULL) {
                 return smp_malformed("a chain with fewer outputs than before");
             }
-            next->tensors[j] =
-                Py_NewRef(source & 1 ? outputs->tensors[number] : former[number]);
-            next->versions[j] = version_of(next->tensors[j]);
+            next->tensors[j] = Py_NewRef(tensor);
+            next->versions[j] = version_of(tensor);
         }
-        former = next->tensors;
-        nformer = next->call->nsources;
     }
     return 0;
 }
@@ -704,9 +940,10 @@ smp_chain_begin(smp_task *task, const smp_call_site *site, const smp_chain_plan 
         next->seed = plan->seeds[chain->n];
     }
     call->open = true;
-    if (read_described(chain) < 0 || make_graph(chain, call, pack, unreached) < 0 ||
-        label(chain, call, task) < 0 || expect_arguments(chain, pack) < 0 ||
-        (chain->sequence = sequence_now()) < 0) {
+    if (read_described(chain) < 0 ||
+        make_graph(chain, plan, call, pack, unreached) < 0 ||
+        label(chain, call, task) < 0 || expect_arguments(chain, plan, pack) < 0 ||
+        (chain->sequence = sequence_now()) < 0 || remember_call(task, pack) < 0) {
         goto fail;
     }
     value = read_outputs(&chain->described[0], pack);
@@ -825,6 +1062,8 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
             Py_CLEAR(*value);
         }
         free_chain(chain);
+    } else if (*value != NULL && remember_call(task, &pack) < 0) {
+        Py_CLEAR(*value);
     }
     smp_pack_fini(&pack);
     return *value == NULL ? -1 : 1;
@@ -871,6 +1110,8 @@ smp_chain_leave(smp_task *task)
         free_trail(task->trail);
         task->trail = NULL;
     }
+    free_history(task->history);
+    task->history = NULL;
 }
 
 /* --------------------------------------------------------------------- the fetching */

@@ -1,15 +1,15 @@
 /* Chains: calls of remote modules that feed each other, in one request.
  *
  * A caller learns which call follows which: its arguments are the former call's
- * arguments and outputs, and values.  The next request of the first one takes the
- * others along; their owner runs them one after another, and answers once.  The
- * caller's Python then makes each call itself: a call as foreseen has its outputs at
- * once, as placeholders, and the last call's as tensors.  Any other call goes to its
- * owner, as without a chain, and what was foreseen is left without a use.
- * [schedules.md, section 2]
+ * arguments and outputs, arguments of some calls before that, and values.  The next
+ * request of the first one takes the others along; their owner runs them one after
+ * another, and answers once.  The caller's Python then makes each call itself: a call
+ * as foreseen has its outputs at once, as placeholders, and the last call's as tensors.
+ * Any other call goes to its owner, as without a chain, and what was foreseen is left
+ * without a use. [schedules.md, section 2]
  *
- *     request    the first call's values | count | for each further call: head, values
- *                around its tensors, the source of each of these
+ *     request    the first call's values | tensors of calls before it | count | for
+ * each further call: head, values around its tensors, the source of each of these
  *     response   for each call but the last: descriptions of its outputs, and of the
  *                contents of changed objects | the last one's
  *
@@ -36,9 +36,37 @@ typedef struct {
     uint32_t nsources;
 } smp_chain_head;
 
-/* A tensor of a call, by its place at the former call: number << 1, and 1 for an
- * output. */
+/* A tensor of a call, by its place: back << 24 | number << 1 | is an output.  back: 0:
+ * at the former call; an argument of so many calls before that; SMP_CHAIN_OF_REQUEST: a
+ * tensor of the request. */
 typedef uint32_t smp_chain_source;
+
+/* How far back an argument's call is. */
+enum { SMP_CHAIN_FARTHEST = 8, SMP_CHAIN_OF_REQUEST = 255 };
+
+static inline smp_chain_source
+smp_chain_source_of(unsigned back, size_t number, bool output)
+{
+    return (smp_chain_source)(back << 24 | (number & 0x7fffff) << 1 | output);
+}
+
+static inline unsigned
+smp_chain_back(smp_chain_source source)
+{
+    return source >> 24;
+}
+
+static inline size_t
+smp_chain_number(smp_chain_source source)
+{
+    return source >> 1 & 0x7fffff;
+}
+
+static inline bool
+smp_chain_is_output(smp_chain_source source)
+{
+    return source & 1;
+}
 
 /* One call by this rank's Python. */
 typedef struct {
@@ -57,7 +85,8 @@ typedef struct {
     struct smp_link     *links[SMP_CHAIN_MOST]; /* borrowed */
     struct smp_follower *calls[SMP_CHAIN_MOST]; /* owned, until smp_chain_let_go() */
     uint64_t             seeds[SMP_CHAIN_MOST];
-    size_t               n; /* further calls */
+    smp_chain_source    *sources[SMP_CHAIN_MOST]; /* owned: of each, in the request */
+    size_t               n;                       /* further calls */
 } smp_chain_plan;
 
 /* Draws the call's seed, unless it is drawn.  0, or -1 with an exception. */
@@ -75,8 +104,8 @@ bool smp_chain_trains(const smp_chain_plan *plan);
 
 void smp_chain_let_go(smp_chain_plan *plan);
 
-/* Appends them to the request. */
-int smp_chain_pack(smp_pack *pack, const smp_task *task, const smp_chain_plan *plan);
+/* Appends them to the request, and tensors of calls before it. */
+int smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan);
 
 /* Begins the replay: makes the first call's value (new) of the response, which it
  * takes. NULL with an exception. */

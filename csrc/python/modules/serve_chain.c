@@ -95,30 +95,47 @@ sized(smp_unpack *from, uint32_t *size)
     return smp_unpack_raw(from, 1) == NULL ? NULL : smp_unpack_sized(from, size);
 }
 
-/* Finds the call's tensors among those of the former one. */
-static int
-find_tensors(const served_call *former, const char *sources, uint32_t n,
-             served_call *call)
+/* An argument of an earlier call. */
+static tensor_source
+argument_of(const served_call *earlier, size_t number)
 {
+    return earlier->from == NULL
+               ? (tensor_source){earlier->unpack->tensors[number], true}
+               : earlier->from[number];
+}
+
+/* Finds a call's tensors among those of earlier ones. */
+static int
+find_tensors(served_call *calls, size_t at, const char *sources, uint32_t n)
+{
+    const served_call *former = &calls[at - 1];
+    served_call       *call = &calls[at];
+
     call->from = malloc((n + 1) * sizeof(*call->from));
     if (call->from == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     for (uint32_t i = 0; i < n; i++) {
-        smp_chain_source source;
-        size_t           number;
+        smp_chain_source   source;
+        size_t             number;
+        size_t             back;
+        const served_call *earlier;
 
         memcpy(&source, sources + i * sizeof(source), sizeof(source));
-        number = source >> 1;
-        if (number >= (source & 1 ? former->pack.ntensors : former->unpack->ntensors)) {
+        number = smp_chain_number(source);
+        back = smp_chain_back(source);
+        earlier = back == SMP_CHAIN_OF_REQUEST ? calls
+                  : back < at                  ? former - back
+                                               : NULL;
+        if (earlier == NULL ||
+            number >= (smp_chain_is_output(source) ? former->pack.ntensors
+                                                   : earlier->unpack->ntensors)) {
             return smp_malformed("a chain's tensor from nowhere");
         }
-        call->from[i] = source & 1
+        call->from[i] = smp_chain_is_output(source)
                             ? (tensor_source){former->pack.tensors[number], false}
-                        : former->from == NULL
-                            ? (tensor_source){former->unpack->tensors[number], true}
-                            : former->from[number];
+                            : argument_of(earlier, number);
     }
     return 0;
 }
@@ -162,19 +179,20 @@ enter(smp_context *context, const served_call *call, PyObject **tensors, uint32_
     return failed;
 }
 
-/* Reads the next call: its arguments are tensors of the former call. */
+/* Reads the call number `at`: its arguments are tensors of earlier ones. */
 static int
-read_call(smp_unpack *from, smp_context *context, const served_call *former,
-          smp_chain_head *head, served_call *call)
+read_call(smp_unpack *from, smp_context *context, served_call *calls, size_t at,
+          smp_chain_head *head)
 {
-    const char *bytes;
-    const char *values;
-    const char *sources;
-    PyObject  **tensors;
-    uint32_t    nbytes;
-    uint32_t    nvalues;
-    uint32_t    nsources;
-    int         failed;
+    served_call *call = &calls[at];
+    const char  *bytes;
+    const char  *values;
+    const char  *sources;
+    PyObject   **tensors;
+    uint32_t     nbytes;
+    uint32_t     nvalues;
+    uint32_t     nsources;
+    int          failed;
 
     if ((bytes = sized(from, &nbytes)) == NULL ||
         (values = sized(from, &nvalues)) == NULL ||
@@ -189,7 +207,7 @@ read_call(smp_unpack *from, smp_context *context, const served_call *former,
         (size_t)head->entry >= smp_the_session.nentries) {
         return smp_malformed("a chain's call of entry %d", (int)head->entry);
     }
-    if (find_tensors(former, sources, head->nsources, call) < 0) {
+    if (find_tensors(calls, at, sources, head->nsources) < 0) {
         return -1;
     }
     tensors = calloc(head->nsources + 1, sizeof(PyObject *));
@@ -386,13 +404,16 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
                             .task = task,
                             .count = envelope->about};
     smp_chain_head head = {.entry = envelope->entry};
+    PyObject      *past;
     uint32_t       count;
     size_t         at = 0;
     bool           sent = false;
 
-    if (smp_unpack_u32(first, &count) < 0) {
+    if ((past = smp_unpack_value(first)) == NULL || smp_unpack_u32(first, &count) < 0) {
+        Py_XDECREF(past);
         return false;
     }
+    Py_DECREF(past); /* the request has the tensors */
     if (count > SMP_CHAIN_MOST) {
         (void)smp_malformed("a chain of %u calls", (unsigned)count);
         return false;
@@ -418,8 +439,7 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
         if (failed || at + 1 == chain.n) {
             break;
         }
-        if (read_call(first, context, &chain.calls[at], &head, &chain.calls[at + 1]) ==
-                0 &&
+        if (read_call(first, context, chain.calls, at + 1, &head) == 0 &&
             check_order(&chain, &head, at + 1) == 0 &&
             ((chain.flags & SMP_FLAG_GRAPH) ||
              smp_gradients_suspect(task->microbatch, head.entry) == 0)) {

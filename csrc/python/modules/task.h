@@ -22,11 +22,12 @@ typedef struct smp_task {
                             second forward */
     int32_t   backwards; /* model.backward calls of the microbatch before this one */
     PyObject *rng_state; /* owned; its stream while another task has the generator */
-    struct smp_chain *chain; /* owned: calls foreseen and not made yet; NULL: none */
-    struct smp_trail *trail; /* owned: the last call, to learn from; NULL: none */
-    PyObject         *placeholders; /* owned: list of weak references; NULL: none */
-    PyObject         *again;        /* owned: dict, number -> Call: calls made again by
-                                       checkpoints, before their backwards (nodes.h); NULL: none */
+    struct smp_chain   *chain; /* owned: calls foreseen and not made yet; NULL: none */
+    struct smp_trail   *trail; /* owned: the last call, to learn from; NULL: none */
+    struct smp_history *history; /* owned: arguments of the last calls; NULL: none */
+    PyObject           *placeholders; /* owned: list of weak references; NULL: none */
+    PyObject           *again; /* owned: dict, number -> Call: calls made again by
+                                  checkpoints, before their backwards (nodes.h); NULL: none */
     bool foreseen; /* a call of a chain runs: it may run again, or in vain */
     bool refused;  /* it may not: serve_chain.h */
 } smp_task;
