@@ -208,7 +208,7 @@ finish(smp_call_object *call, bool in_graph, const smp_call_site *site,
     if (value != NULL &&
         (smp_object_changes_apply(&unpack, pack) < 0 ||
          (PyList_GET_SIZE(dirty) == 0 && !written &&
-          smp_chain_returned(smp_this_task, site, pack, &unpack) < 0))) {
+          smp_links_returned(smp_this_task, site, pack, &unpack) < 0))) {
         Py_CLEAR(value);
     }
 done:
@@ -305,7 +305,7 @@ make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool *undon
     pack.graph = site->grad;
     if (pack_request(&pack, site->args, site->kwargs, site->state, entry) < 0 ||
         smp_session_warn_if_laden(pack.laden, entry) < 0 ||
-        smp_chain_called(task, site, &pack) < 0 || smp_call_draw(site) < 0) {
+        smp_links_called(task, site, &pack) < 0 || smp_call_draw(site) < 0) {
         goto done;
     }
     call = smp_call_new();

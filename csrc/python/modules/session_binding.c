@@ -8,7 +8,7 @@
 #include "comm/messaging/neighbour.h"
 #include "common/clock.h"
 #include "common/mix.h"
-#include "python/modules/chain.h"
+#include "python/modules/links.h"
 #include "python/modules/server_ops.h"
 #include "python/modules/session.h"
 #include "python/modules/watch.h"
@@ -308,7 +308,7 @@ py_set_entries(PyObject *module, PyObject *list)
         return NULL;
     }
     forget_entries(session);
-    smp_chain_forget();
+    smp_links_forget();
     n = PyList_GET_SIZE(list);
     session->entries = calloc((size_t)n + 1, sizeof(*session->entries));
     session->entry_numbers = PyDict_New();

@@ -1,0 +1,186 @@
+#include "python/modules/chain_plan.h"
+
+#include <stdlib.h>
+
+#include "python/modules/session.h"
+#include "python/modules/streams.h"
+#include "python/values/pack_scalar.h"
+#include "python/values/pack_value.h"
+#include "python/values/tensor.h"
+
+int
+smp_call_draw(smp_call_site *site)
+{
+    if (!site->drawn && smp_stream_draw(&site->seed) < 0) {
+        return -1;
+    }
+    site->drawn = true;
+    return 0;
+}
+
+/* An argument of a call before the chain (borrowed); NULL: it is gone, has changed, or
+ * the source of the plan's call is in the chain. */
+static PyObject *
+past_source(const smp_task *task, size_t call, smp_chain_source source)
+{
+    const unsigned back = smp_chain_back(source);
+
+    return back <= call
+               ? NULL
+               : smp_history_at(task, back - call - 1, smp_chain_number(source));
+}
+
+/* Its first calls alone are left. */
+static void
+cut_plan(smp_chain_plan *plan, size_t n)
+{
+    while (plan->n > n) {
+        smp_follower_let_go(plan->calls[--plan->n]);
+        free(plan->sources[plan->n]);
+        plan->sources[plan->n] = NULL;
+    }
+}
+
+/* Ends the plan before a call with an argument of a call before the chain, where that
+ * is gone, or in the graph. */
+static void
+end_where_unknown(const smp_task *task, smp_chain_plan *plan)
+{
+    for (size_t i = 0; i < plan->n; i++) {
+        const smp_follower *call = plan->calls[i];
+
+        for (size_t j = 0; j < call->nsources; j++) {
+            PyObject *tensor;
+
+            if (smp_chain_back(call->sources[j]) <= i) {
+                continue;
+            }
+            tensor = past_source(task, i, call->sources[j]);
+            if (tensor == NULL || smp_attr_true(tensor, smp_names.requires_grad) != 0) {
+                PyErr_Clear();
+                cut_plan(plan, i);
+                return;
+            }
+        }
+    }
+}
+
+int
+smp_chain_foresee(smp_task *task, smp_call_site *site, smp_chain_plan *plan)
+{
+    int32_t  entry = site->entry;
+    uint32_t before = site->before;
+
+    plan->n = 0;
+    if (!site->chains) {
+        return 0;
+    }
+    while (plan->n < SMP_CHAIN_MOST) {
+        smp_link *link = smp_link_find(task, entry, before, site->grad);
+
+        if (link == NULL || link->next == NULL ||
+            !smp_the_session.entries[link->next->entry].chains ||
+            smp_the_session.entries[link->next->entry].nests) {
+            break;
+        }
+        plan->calls[plan->n] = link->next;
+        plan->sources[plan->n] = NULL;
+        link->next->refs++;
+        plan->links[plan->n++] = link;
+        entry = link->next->entry;
+        before = link->next->before;
+    }
+    end_where_unknown(task, plan);
+    if (plan->n == 0) {
+        return 0;
+    }
+    return smp_call_draw(site) < 0 ? -1 : smp_stream_foresee(plan->seeds, plan->n);
+}
+
+bool
+smp_chain_trains(const smp_chain_plan *plan)
+{
+    for (size_t i = 0; i < plan->n; i++) {
+        if (smp_the_session.entries[plan->calls[i]->entry].trains) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void
+smp_chain_let_go(smp_chain_plan *plan)
+{
+    cut_plan(plan, 0);
+}
+
+/* Appends the arguments of calls before the chain, and finds all sources in the
+ * request.
+ */
+static int
+pack_past(smp_pack *pack, const smp_task *task, smp_chain_plan *plan)
+{
+    PyObject *past = PyList_New(0);
+    int       failed = past == NULL ? -1 : 0;
+
+    for (size_t i = 0; failed == 0 && i < plan->n; i++) {
+        const smp_follower *call = plan->calls[i];
+
+        plan->sources[i] = malloc((call->nsources + 1) * sizeof(**plan->sources));
+        if (plan->sources[i] == NULL) {
+            PyErr_NoMemory();
+            failed = -1;
+        }
+        for (size_t j = 0; failed == 0 && j < call->nsources; j++) {
+            PyObject *tensor = past_source(task, i, call->sources[j]);
+
+            plan->sources[i][j] = call->sources[j];
+            failed = tensor == NULL ? 0 : PyList_Append(past, tensor);
+        }
+    }
+    failed = failed == 0 ? smp_pack_value(pack, past) : failed;
+    for (size_t i = 0; failed == 0 && i < plan->n; i++) {
+        for (size_t j = 0; j < plan->calls[i]->nsources; j++) {
+            const PyObject *tensor = past_source(task, i, plan->sources[i][j]);
+
+            for (size_t k = 0; tensor != NULL && k < pack->ntensors; k++) {
+                if (pack->tensors[k] == tensor) {
+                    plan->sources[i][j] =
+                        smp_chain_source_of(SMP_CHAIN_OF_REQUEST, k, false);
+                    tensor = NULL;
+                }
+            }
+        }
+    }
+    Py_XDECREF(past);
+    return failed;
+}
+
+int
+smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan)
+{
+    int failed =
+        pack_past(pack, task, plan) < 0 || smp_pack_u32(pack, (uint32_t)plan->n) < 0
+            ? -1
+            : 0;
+
+    for (size_t i = 0; failed == 0 && i < plan->n; i++) {
+        const smp_follower  *call = plan->calls[i];
+        const smp_chain_head head = {
+            .seed = plan->seeds[i],
+            .number = smp_call_of(task->number, (uint64_t)call->entry, call->before,
+                                  task->phase),
+            .entry = call->entry,
+            .nsources = (uint32_t)call->nsources,
+        };
+
+        failed = smp_pack_sized(pack, TAG_BYTES, &head, sizeof(head)) < 0 ||
+                         smp_pack_sized(pack, TAG_BYTES, call->values.at,
+                                        call->values.size) < 0 ||
+                         smp_pack_sized(pack, TAG_BYTES, plan->sources[i],
+                                        call->nsources * sizeof(*call->sources)) < 0
+                     ? -1
+                     : 0;
+    }
+    return failed;
+}

@@ -1,0 +1,139 @@
+#include "python/modules/history.h"
+
+#include <stdlib.h>
+
+#include "python/values/tensor.h"
+
+/* The arguments of a call by the task. */
+typedef struct {
+    PyObject **weak;     /* owned, weak references, by number */
+    long      *versions; /* owned */
+    size_t     n;
+    size_t     room;
+} past_call;
+
+/* The last calls of a task, whose arguments later ones may have again: masks, say. */
+typedef struct smp_history {
+    past_call calls[SMP_HISTORY_FARTHEST + 1]; /* by count, round and round */
+    size_t    count;
+} smp_history;
+
+long
+smp_history_version(PyObject *tensor)
+{
+    const long version = smp_tensor_version(tensor);
+
+    PyErr_Clear();
+    return version;
+}
+
+static void
+forget_call(past_call *past)
+{
+    while (past->n > 0) {
+        Py_DECREF(past->weak[--past->n]);
+    }
+}
+
+void
+smp_history_forget(smp_task *task)
+{
+    smp_history *history = task->history;
+
+    for (size_t i = 0; history != NULL && i <= SMP_HISTORY_FARTHEST; i++) {
+        forget_call(&history->calls[i]);
+        free(history->calls[i].weak);
+        free(history->calls[i].versions);
+    }
+    free(history);
+    task->history = NULL;
+}
+
+/* The arguments of the call so many before the last one; NULL: none is known. */
+static past_call *
+past_at(smp_history *history, size_t back)
+{
+    if (history == NULL || back > SMP_HISTORY_FARTHEST || back >= history->count) {
+        return NULL;
+    }
+    return &history->calls[(history->count - 1 - back) % (SMP_HISTORY_FARTHEST + 1)];
+}
+
+int
+smp_history_add(smp_task *task, const smp_pack *pack)
+{
+    past_call *past;
+
+    if (task->history == NULL) {
+        task->history = calloc(1, sizeof(*task->history));
+    }
+    if (task->history == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    task->history->count++;
+    past = past_at(task->history, 0);
+    forget_call(past);
+    if (pack->ntensors > past->room) {
+        PyObject **weak = realloc(past->weak, pack->ntensors * sizeof(*weak));
+        long      *versions;
+
+        past->weak = weak == NULL ? past->weak : weak;
+        versions = realloc(past->versions, pack->ntensors * sizeof(*versions));
+        past->versions = versions == NULL ? past->versions : versions;
+        if (weak == NULL || versions == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        past->room = pack->ntensors;
+    }
+    while (past->n < pack->ntensors) {
+        PyObject *weak = PyWeakref_NewRef(pack->tensors[past->n], NULL);
+
+        if (weak == NULL) {
+            return -1;
+        }
+        past->versions[past->n] = smp_history_version(pack->tensors[past->n]);
+        past->weak[past->n++] = weak;
+    }
+    return 0;
+}
+
+/* An argument of an earlier call (borrowed); NULL: it is gone, or has changed. */
+static PyObject *
+past_tensor(const past_call *past, size_t number)
+{
+    PyObject *tensor;
+
+    if (past == NULL || number >= past->n) {
+        return NULL;
+    }
+    tensor = PyWeakref_GET_OBJECT(past->weak[number]);
+    if (tensor == Py_None || past->versions[number] < 0 ||
+        smp_history_version(tensor) != past->versions[number]) {
+        return NULL;
+    }
+    return tensor;
+}
+
+PyObject *
+smp_history_at(const smp_task *task, size_t back, size_t number)
+{
+    return past_tensor(past_at(task->history, back), number);
+}
+
+bool
+smp_history_find(const smp_task *task, const PyObject *tensor, size_t *back,
+                 size_t *number)
+{
+    for (*back = 1; *back <= SMP_HISTORY_FARTHEST; ++*back) {
+        const past_call *past = past_at(task->history, *back);
+
+        for (*number = 0; past != NULL && *number < past->n; ++*number) {
+            if (past_tensor(past, *number) == tensor) {
+                return true;
+            }
+        }
+    }
+    return false;
+}

@@ -1,0 +1,306 @@
+#include "python/modules/links.h"
+
+#include <stdlib.h>
+
+#include "common/mix.h"
+#include "python/modules/session.h"
+#include "python/values/ptrmap.h"
+#include "python/values/registry.h"
+#include "python/values/wire.h"
+
+/* A link is looked for in so many calls, and given up after so many misses. */
+enum { MOST_TRIES = 4, MOST_MISSES = 2 };
+
+/* The last call of a task, for its successor to learn from. */
+typedef struct smp_trail {
+    smp_link  *link;
+    int        owner;
+    bool       grad;
+    PyObject **tensors;  /* owned: of its request, then its outputs */
+    long      *versions; /* owned */
+    size_t     narguments;
+    size_t     n;
+    long       sequence; /* autograd's, at its end */
+} smp_trail;
+
+static smp_ptrmap links_by_key;
+static smp_link **links; /* owned, by number */
+static size_t     nlinks;
+static size_t     link_room;
+
+/* A call is known by its caller's entry, its own, the count of such calls before, and
+ * grad mode. */
+static const void *
+key_of(int32_t caller, int32_t entry, uint32_t before, bool grad)
+{
+    const uint64_t places = ((uint64_t)(uint32_t)caller << 32) | (uint32_t)entry;
+
+    return (const void *)(uintptr_t)(smp_mix(smp_mix(places, before), grad) +
+                                     1); /* never NULL */
+}
+
+static smp_link *
+find_link(const void *key)
+{
+    uint32_t number;
+
+    if (links_by_key.slots == NULL || !smp_ptrmap_get(&links_by_key, key, &number)) {
+        return NULL;
+    }
+    return links[number];
+}
+
+/* Made when new; NULL with an exception. */
+static smp_link *
+link_of(const void *key)
+{
+    smp_link *link = find_link(key);
+
+    if (link != NULL) {
+        return link;
+    }
+    if (links_by_key.slots == NULL) {
+        smp_ptrmap_init(&links_by_key);
+    }
+    if (smp_array_reserve(&links, nlinks, &link_room) < 0) {
+        return NULL;
+    }
+    link = calloc(1, sizeof(*link));
+    if (link == NULL || !smp_ptrmap_add(&links_by_key, key, (uint32_t)nlinks)) {
+        free(link);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    links[nlinks++] = link;
+    return link;
+}
+
+void
+smp_follower_let_go(smp_follower *call)
+{
+    if (call != NULL && --call->refs == 0) {
+        free(call->values.at);
+        free(call->sources);
+        free(call);
+    }
+}
+
+void
+smp_link_end(smp_link *link, bool for_good)
+{
+    smp_follower_let_go(link->next);
+    link->next = NULL;
+    link->misses = 0;
+    link->tries = for_good ? MOST_TRIES : link->tries + 1;
+}
+
+void
+smp_link_miss(smp_link *link)
+{
+    if (++link->misses >= MOST_MISSES) {
+        smp_link_end(link, false);
+    }
+}
+
+void
+smp_links_forget(void)
+{
+    for (size_t i = 0; i < nlinks; i++) {
+        smp_follower_let_go(links[i]->next);
+        free(links[i]);
+    }
+    free(links);
+    links = NULL;
+    nlinks = 0;
+    link_room = 0;
+    if (links_by_key.slots != NULL) {
+        smp_ptrmap_fini(&links_by_key);
+        links_by_key = (smp_ptrmap){0};
+    }
+}
+
+static void
+free_trail(smp_trail *trail)
+{
+    if (trail != NULL) {
+        for (size_t i = 0; i < trail->n; i++) {
+            Py_DECREF(trail->tensors[i]);
+        }
+        free(trail->tensors);
+        free(trail->versions);
+        free(trail);
+    }
+}
+
+/* Where the tensor comes from, unchanged since: an argument or an output of the trail's
+ * call, or an argument of an earlier one.  False: from elsewhere. */
+static bool
+find_source(const smp_trail *trail, const smp_task *task, PyObject *tensor,
+            smp_chain_source *source)
+{
+    size_t back;
+    size_t number;
+
+    for (size_t i = 0; i < trail->n; i++) {
+        if (trail->tensors[i] == tensor) {
+            const bool output = i >= trail->narguments;
+
+            number = output ? i - trail->narguments : i;
+            *source = smp_chain_source_of(0, number, output);
+            return trail->versions[i] >= 0 &&
+                   smp_history_version(tensor) == trail->versions[i];
+        }
+    }
+    if (!smp_history_find(task, tensor, &back, &number)) {
+        return false;
+    }
+    *source = smp_chain_source_of((unsigned)back, number, false);
+    return true;
+}
+
+long
+smp_links_sequence(void)
+{
+    PyObject *number = PyObject_CallNoArgs(smp_torch.sequence);
+    long      now = number == NULL ? -1 : PyLong_AsLong(number);
+
+    Py_XDECREF(number);
+    return now;
+}
+
+/* Whether a call may have this argument in a chain.  The gradients of both calls for
+ * one argument are terms of the caller's sum: between them comes none from a use by the
+ * caller, so it makes no node of its own there. */
+static bool
+may_share(const smp_trail *trail, smp_chain_source source, bool in_graph)
+{
+    return !in_graph || smp_chain_is_output(source) ||
+           (smp_chain_back(source) == 0 && smp_links_sequence() == trail->sequence);
+}
+
+/* NULL without an exception: the call does not follow from earlier ones alone. */
+static smp_follower *
+make_follower(const smp_trail *trail, const smp_task *task, const smp_call_site *site,
+              const smp_pack *pack)
+{
+    smp_follower *call;
+
+    if (!site->chains || site->grad != trail->grad || pack->laden != NULL ||
+        smp_the_session.entries[site->entry].owner != trail->owner) {
+        return NULL;
+    }
+    call = calloc(1, sizeof(*call));
+    if (call == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    *call = (smp_follower){.refs = 1, .entry = site->entry, .before = site->before};
+    call->sources = malloc((pack->ntensors + 1) * sizeof(*call->sources));
+    if (call->sources == NULL) {
+        PyErr_NoMemory();
+        goto none;
+    }
+    for (; call->nsources < pack->ntensors; call->nsources++) {
+        smp_chain_source *source = &call->sources[call->nsources];
+
+        if (!find_source(trail, task, pack->tensors[call->nsources], source) ||
+            !may_share(trail, *source, pack->in_graph[call->nsources])) {
+            goto none;
+        }
+    }
+    if (smp_buffer_put(&call->values, pack->values.at, pack->values.size) < 0 ||
+        (site->state == NULL &&
+         smp_buffer_put(&call->values, &(uint8_t){TAG_NONE}, 1) < 0)) {
+        goto none;
+    }
+    return call;
+none:
+    smp_follower_let_go(call);
+    return NULL;
+}
+
+int
+smp_links_called(smp_task *task, const smp_call_site *site, const smp_pack *pack)
+{
+    smp_trail *trail = task->trail;
+
+    if (trail == NULL) {
+        return 0;
+    }
+    task->trail = NULL;
+    if (trail->link->next == NULL) { /* no other microbatch was sooner */
+        trail->link->next = make_follower(trail, task, site, pack);
+        trail->link->tries++;
+    }
+    free_trail(trail);
+    return PyErr_Occurred() == NULL ? 0 : -1;
+}
+
+int
+smp_links_returned(smp_task *task, const smp_call_site *site, const smp_pack *pack,
+                   const smp_unpack *outputs)
+{
+    const void *key = key_of(task->entry, site->entry, site->before, site->grad);
+    smp_link   *link;
+    smp_trail  *trail;
+
+    if (!site->chains || pack->laden != NULL) {
+        return 0;
+    }
+    link = link_of(key);
+    if (link == NULL || smp_history_add(task, pack) < 0) {
+        return -1;
+    }
+    if (link->next != NULL || link->tries >= MOST_TRIES) {
+        return 0;
+    }
+    trail = calloc(1, sizeof(*trail));
+    if (trail == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *trail = (smp_trail){.link = link,
+                         .owner = smp_the_session.entries[site->entry].owner,
+                         .grad = site->grad,
+                         .narguments = pack->ntensors,
+                         .sequence = smp_links_sequence()};
+    trail->tensors =
+        malloc((pack->ntensors + outputs->ntensors + 1) * sizeof(PyObject *));
+    trail->versions =
+        malloc((pack->ntensors + outputs->ntensors + 1) * sizeof(*trail->versions));
+    if (trail->tensors == NULL || trail->versions == NULL) {
+        PyErr_NoMemory();
+    }
+    if (PyErr_Occurred() != NULL) {
+        free_trail(trail);
+        return -1;
+    }
+    while (trail->n < pack->ntensors + outputs->ntensors) {
+        PyObject *tensor = trail->n < pack->ntensors
+                               ? pack->tensors[trail->n]
+                               : outputs->tensors[trail->n - pack->ntensors];
+
+        trail->versions[trail->n] = smp_history_version(tensor);
+        trail->tensors[trail->n++] = Py_NewRef(tensor);
+    }
+    free_trail(task->trail);
+    task->trail = trail;
+    return 0;
+}
+
+smp_link *
+smp_link_find(const smp_task *task, int32_t entry, uint32_t before, bool grad)
+{
+    return find_link(key_of(task->entry, entry, before, grad));
+}
+
+void
+smp_links_leave(smp_task *task)
+{
+    if (task->trail != NULL) {
+        task->trail->link->tries++;
+        free_trail(task->trail);
+        task->trail = NULL;
+    }
+    smp_history_forget(task);
+}

@@ -1,0 +1,107 @@
+/* Which call follows which, as learned: a follower's arguments are the former call's
+ * arguments and outputs, arguments of some calls before that, and values.
+ *
+ * A link belongs to a call of its caller's entry, known by its own entry, the count of
+ * such calls before, and grad mode.  The first microbatch's calls make it; two misses
+ * end it.  [schedules.md, section 2]
+ *
+ * Threads  The GIL is held, by the holder of the baton.
+ */
+#ifndef SMP_PYTHON_MODULES_LINKS_H
+#define SMP_PYTHON_MODULES_LINKS_H
+
+#include "python/modules/history.h"
+#include "python/modules/task.h"
+#include "python/values/pack.h"
+
+/* A tensor of a call, by its place: back << 24 | number << 1 | is an output.  back: 0:
+ * at the former call; an argument of so many calls before that; SMP_CHAIN_OF_REQUEST: a
+ * tensor of the request. */
+typedef uint32_t smp_chain_source;
+
+enum { SMP_CHAIN_OF_REQUEST = 255 }; /* above SMP_HISTORY_FARTHEST */
+
+static inline smp_chain_source
+smp_chain_source_of(unsigned back, size_t number, bool output)
+{
+    return (smp_chain_source)(back << 24 | (number & 0x7fffff) << 1 | output);
+}
+
+static inline unsigned
+smp_chain_back(smp_chain_source source)
+{
+    return source >> 24;
+}
+
+static inline size_t
+smp_chain_number(smp_chain_source source)
+{
+    return source >> 1 & 0x7fffff;
+}
+
+static inline bool
+smp_chain_is_output(smp_chain_source source)
+{
+    return source & 1;
+}
+
+/* One call by this rank's Python. */
+typedef struct {
+    int32_t   entry;
+    PyObject *args;   /* borrowed */
+    PyObject *kwargs; /* borrowed; or NULL */
+    PyObject *state;  /* borrowed: travels with it; NULL: none */
+    uint64_t  seed;   /* of its random numbers, once drawn */
+    bool      drawn;
+    uint32_t  before; /* calls of the entry by the task until now */
+    bool      grad;
+    bool      chains; /* it may be a chain's */
+} smp_call_site;
+
+/* A call, as another one's follower.  Never changed: a replay may hold a former one. */
+typedef struct smp_follower {
+    int               refs;
+    int32_t           entry;
+    uint32_t          before;
+    smp_buffer        values;  /* its arguments, keyword arguments and state */
+    smp_chain_source *sources; /* owned */
+    size_t            nsources;
+} smp_follower;
+
+/* From a call to its follower. */
+typedef struct smp_link {
+    smp_follower *next; /* owned; NULL: none known */
+    int           tries;
+    int           misses;
+} smp_link;
+
+/* NULL: the call of the task's entry has none. */
+smp_link *smp_link_find(const smp_task *task, int32_t entry, uint32_t before,
+                        bool grad);
+
+/* The follower was not called. */
+void smp_link_miss(smp_link *link);
+
+/* The link ends; for_good: none is learned again. */
+void smp_link_end(smp_link *link, bool for_good);
+
+/* Takes the reference.  Takes NULL. */
+void smp_follower_let_go(smp_follower *call);
+
+/* Learns from a call outside a chain: once its arguments are packed, and once its
+ * outputs are here.  The second is for calls without a change of their caller's
+ * tensors. 0, or -1 with an exception. */
+int smp_links_called(smp_task *task, const smp_call_site *site, const smp_pack *pack);
+int smp_links_returned(smp_task *task, const smp_call_site *site, const smp_pack *pack,
+                       const smp_unpack *outputs);
+
+/* The task is over, or goes on to its backward. */
+void smp_links_leave(smp_task *task);
+
+/* Forgets all links: the entries change. */
+void smp_links_forget(void);
+
+/* The count of nodes made by autograd on this thread; -1 with an exception. */
+long smp_links_sequence(void);
+
+#endif
