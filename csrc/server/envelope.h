@@ -48,13 +48,16 @@ enum {
         1
         << 9, /* BACKWARD and its response: zeros may be of outputs that no loss uses */
     SMP_FLAG_CHAIN = 1 << 10, /* FORWARD and its response: further calls follow the
-                                 first (python/modules/chain.h) */
+                                 first (python/modules/chain.h).  BACKWARD: the chain
+                                 has several owners (python/modules/passing.h) */
     SMP_FLAG_RESET = 1 << 11, /* of its response: the owner has undone them all */
     SMP_FLAG_FETCH = 1 << 12, /* FORWARD: asks for an output of a chain, `about` */
     SMP_FLAG_FIRST =
         1 << 13, /* FORWARD: a checkpoint's first one, with GRAPH: the owner
                     forgets the graph, and the backward uses another call */
-    SMP_FLAG_AGAIN = 1 << 14, /* FORWARD: that call, in the checkpoint's second one */
+    SMP_FLAG_AGAIN = 1 << 14,  /* FORWARD: that call, in the checkpoint's second one */
+    SMP_FLAG_PASSED = 1 << 15, /* FORWARD: from another owner of the chain, not from its
+                                  caller */
 };
 
 typedef struct {

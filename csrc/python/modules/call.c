@@ -346,7 +346,8 @@ make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool *undon
     if (task->backward_depth > 0) {
         envelope.flags |= SMP_FLAG_RECOMPUTE;
     }
-    if ((plan->n > 0 && smp_chain_pack(&pack, task, plan) < 0) ||
+    if ((plan->n > 0 && (smp_chain_part(call, task, plan) < 0 ||
+                         smp_chain_pack(&pack, task, plan, call) < 0)) ||
         smp_pack_send(&pack, &envelope) < 0) {
         goto done;
     }
@@ -362,7 +363,7 @@ make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool *undon
     if (smp_message_envelope(response)->flags & SMP_FLAG_RAISED) {
         raise_from_there(response);
     } else if (smp_message_envelope(response)->flags & SMP_FLAG_RESET) {
-        *undone = smp_chain_undone(site, plan, response) == 0;
+        *undone = smp_chain_undone(site, plan, call, response) == 0;
     } else if (plan->n > 0) {
         value = smp_chain_begin(task, site, plan, call, &pack, response);
     } else {

@@ -82,17 +82,23 @@ read_described(smp_chain *chain)
     return 0;
 }
 
-/* Puts Recv's outputs, from `*at`, in the place of these tensors. */
-static int
-exchange(smp_unpack *unpack, PyObject *outputs, Py_ssize_t *at)
+static size_t
+count_in_graph(const smp_unpack *unpack)
 {
-    Py_ssize_t n = 0;
-    PyObject  *its;
+    size_t n = 0;
 
     for (size_t i = 0; i < unpack->ntensors; i++) {
         n += unpack->requires_grad[i];
     }
-    its = PyTuple_GetSlice(outputs, *at, *at + n);
+    return n;
+}
+
+/* Puts Recv's outputs, from `*at`, in the place of these tensors. */
+static int
+exchange(smp_unpack *unpack, PyObject *outputs, Py_ssize_t *at)
+{
+    const Py_ssize_t n = (Py_ssize_t)count_in_graph(unpack);
+    PyObject        *its = PyTuple_GetSlice(outputs, *at, *at + n);
     if (its == NULL) {
         return -1;
     }
@@ -174,6 +180,21 @@ inputs_of(smp_chain *chain, const smp_chain_plan *plan, const smp_pack *pack)
     return inputs;
 }
 
+/* The outputs in the graph of each owner's calls, where there are several. */
+static void
+count_outputs(const smp_chain *chain, smp_call_object *call)
+{
+    size_t at = 0;
+
+    for (size_t i = 0; i <= chain->n && call->nstretches > 0; i++) {
+        if (at + 1 < call->nstretches && call->stretches[at + 1].first == i) {
+            at++;
+        }
+        call->stretches[at].noutputs +=
+            count_in_graph(i < chain->n ? &chain->described[i] : &chain->last);
+    }
+}
+
 /* Makes the caller's half of the graph, for the outputs of all calls. */
 static int
 make_graph(smp_chain *chain, const smp_chain_plan *plan, smp_call_object *call,
@@ -196,6 +217,7 @@ make_graph(smp_chain *chain, const smp_chain_plan *plan, smp_call_object *call,
     if (add_in_graph(call->outputs, &chain->last) < 0) {
         return -1;
     }
+    count_outputs(chain, call);
     if (PyList_GET_SIZE(call->outputs) == 0) {
         return 0;
     }
@@ -475,15 +497,17 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
 
 int
 smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
-                 smp_message *response)
+                 smp_call_object *call, smp_message *response)
 {
     smp_unpack unpack;
     uint32_t   at;
     uint32_t   nests;
+    uint32_t   stretch;
     int failed = smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false,
                                  false) < 0 ||
                  smp_unpack_u32(&unpack, &at) < 0 ||
-                 smp_unpack_u32(&unpack, &nests) < 0;
+                 smp_unpack_u32(&unpack, &nests) < 0 ||
+                 smp_unpack_u32(&unpack, &stretch) < 0;
 
     smp_unpack_fini(&unpack);
     if (failed) {
@@ -492,6 +516,8 @@ smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
     if (at > plan->n) {
         at = (uint32_t)plan->n;
     }
+    call->open = call->stretches != NULL; /* the owners before that one keep theirs */
+    smp_call_release(call, stretch < call->nstretches ? stretch : 0);
     if (nests) {
         const int32_t entry = at == 0 ? site->entry : plan->calls[at - 1]->entry;
 

@@ -36,7 +36,7 @@ PyObject *smp_chain_begin(smp_task *task, const smp_call_site *site,
 /* The owner has undone the chain: its call number `at` is in none any more.  Takes the
  * response.  0, or -1 with an exception. */
 int smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
-                     smp_message *response);
+                     smp_call_object *call, smp_message *response);
 
 /* The task is over, or goes on to its backward. */
 void smp_chain_leave(smp_task *task);

@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 
+#include "python/modules/passing.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
 #include "python/values/pack_scalar.h"
@@ -156,29 +157,69 @@ pack_past(smp_pack *pack, const smp_task *task, smp_chain_plan *plan)
     return failed;
 }
 
-int
-smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan)
+static uint64_t
+number_of(const smp_task *task, const smp_follower *call)
 {
-    int failed =
-        pack_past(pack, task, plan) < 0 || smp_pack_u32(pack, (uint32_t)plan->n) < 0
-            ? -1
-            : 0;
+    return smp_call_of(task->number, (uint64_t)call->entry, call->before, task->phase);
+}
+
+int
+smp_chain_part(smp_call_object *call, const smp_task *task, const smp_chain_plan *plan)
+{
+    int owner = call->owner;
+
+    for (size_t i = 0; i < plan->n; i++) {
+        const smp_follower *next = plan->calls[i];
+        smp_stretch        *stretch;
+
+        if (smp_the_session.entries[next->entry].owner == owner) {
+            continue;
+        }
+        owner = smp_the_session.entries[next->entry].owner;
+        if (call->stretches == NULL) {
+            call->stretches = calloc(plan->n + 1, sizeof(*call->stretches));
+            if (call->stretches == NULL) {
+                PyErr_NoMemory();
+                return -1;
+            }
+            call->stretches[call->nstretches++] = (smp_stretch){
+                .owner = call->owner, .call = call->call, .number = call->number};
+        }
+        stretch = &call->stretches[call->nstretches++];
+        *stretch = (smp_stretch){.owner = owner,
+                                 .call = smp_server_next_call(smp_the_session.server),
+                                 .number = number_of(task, next),
+                                 .first = i + 1};
+    }
+    return 0;
+}
+
+int
+smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan,
+               const smp_call_object *call)
+{
+    const size_t here = call->nstretches == 0 ? plan->n : call->stretches[1].first - 1;
+    int          failed = pack_past(pack, task, plan) < 0 ||
+                         smp_place_pack(pack, call->stretches, call->nstretches) < 0 ||
+                         smp_pack_u32(pack, (uint32_t)plan->n) < 0 ||
+                         smp_pack_u32(pack, (uint32_t)here) < 0
+                              ? -1
+                              : 0;
 
     for (size_t i = 0; failed == 0 && i < plan->n; i++) {
-        const smp_follower  *call = plan->calls[i];
+        const smp_follower  *next = plan->calls[i];
         const smp_chain_head head = {
             .seed = plan->seeds[i],
-            .number = smp_call_of(task->number, (uint64_t)call->entry, call->before,
-                                  task->phase),
-            .entry = call->entry,
-            .nsources = (uint32_t)call->nsources,
+            .number = number_of(task, next),
+            .entry = next->entry,
+            .nsources = (uint32_t)next->nsources,
         };
 
         failed = smp_pack_sized(pack, TAG_BYTES, &head, sizeof(head)) < 0 ||
-                         smp_pack_sized(pack, TAG_BYTES, call->values.at,
-                                        call->values.size) < 0 ||
+                         smp_pack_sized(pack, TAG_BYTES, next->values.at,
+                                        next->values.size) < 0 ||
                          smp_pack_sized(pack, TAG_BYTES, plan->sources[i],
-                                        call->nsources * sizeof(*call->sources)) < 0
+                                        next->nsources * sizeof(*next->sources)) < 0
                      ? -1
                      : 0;
     }

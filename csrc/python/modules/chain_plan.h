@@ -7,6 +7,7 @@
 #define SMP_PYTHON_MODULES_CHAIN_PLAN_H
 
 #include "python/modules/links.h"
+#include "python/modules/nodes.h"
 
 /* The most calls of a chain, but the first. */
 #define SMP_CHAIN_MOST 63
@@ -38,7 +39,13 @@ bool smp_chain_trains(const smp_chain_plan *plan);
 
 void smp_chain_let_go(smp_chain_plan *plan);
 
+/* Finds the owners of the first call and of those planned: call->stretches, where there
+ * are several.  0, or -1 with an exception. */
+int smp_chain_part(smp_call_object *call, const smp_task *task,
+                   const smp_chain_plan *plan);
+
 /* Appends them to the request, and tensors of calls before it. */
-int smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan);
+int smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan,
+                   const smp_call_object *call);
 
 #endif

@@ -25,6 +25,7 @@ context_dealloc(PyObject *object)
     Py_XDECREF(self->node);
     Py_XDECREF(self->enters);
     Py_XDECREF(self->held);
+    Py_XDECREF(self->origins);
     free(self->entries);
     type->tp_free(object);
     Py_DECREF(type);

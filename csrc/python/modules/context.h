@@ -31,9 +31,16 @@ typedef struct {
     uint64_t  seed;    /* the request's */
     int32_t  *entries; /* owned: of a chain's calls; NULL: entry alone */
     size_t    nentries;
-    PyObject *held; /* of a chain: list of lists of its calls' outputs; NULL: none */
-    bool      in_ledger; /* its request is open in the ledger */
-    bool      running;   /* inside its own backward */
+    PyObject *held;    /* of a chain: list of lists of its calls' outputs; NULL: none */
+    bool      several; /* of a chain of several owners (passing.h): */
+    uint32_t  stretch; /* ... its own, from 0 */
+    int       previous;        /* ... the rank of the comm with the stretch before */
+    uint64_t  previous_call;   /* ... */
+    uint64_t  previous_number; /* ... */
+    int32_t   previous_entry;  /* ... */
+    PyObject *origins;         /* ... owned: list, by input */
+    bool      in_ledger;       /* its request is open in the ledger */
+    bool      running;         /* inside its own backward */
 } smp_context;
 
 /* Adds the functions of Enter. */

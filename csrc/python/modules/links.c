@@ -14,7 +14,6 @@ enum { MOST_TRIES = 4, MOST_MISSES = 2 };
 /* The last call of a task, for its successor to learn from. */
 typedef struct smp_trail {
     smp_link  *link;
-    int        owner;
     bool       grad;
     PyObject **tensors;  /* owned: of its request, then its outputs */
     long      *versions; /* owned */
@@ -185,8 +184,7 @@ make_follower(const smp_trail *trail, const smp_task *task, const smp_call_site 
 {
     smp_follower *call;
 
-    if (!site->chains || site->grad != trail->grad || pack->laden != NULL ||
-        smp_the_session.entries[site->entry].owner != trail->owner) {
+    if (!site->chains || site->grad != trail->grad || pack->laden != NULL) {
         return NULL;
     }
     call = calloc(1, sizeof(*call));
@@ -260,7 +258,6 @@ smp_links_returned(smp_task *task, const smp_call_site *site, const smp_pack *pa
         return -1;
     }
     *trail = (smp_trail){.link = link,
-                         .owner = smp_the_session.entries[site->entry].owner,
                          .grad = site->grad,
                          .narguments = pack->ntensors,
                          .sequence = smp_links_sequence()};

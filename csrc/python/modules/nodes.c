@@ -1,8 +1,11 @@
 /* Forwards and backwards of Send and Recv. */
 #include "python/modules/nodes.h"
 
+#include <stdlib.h>
+
 #include "comm/messaging/comm.h"
 #include "python/modules/gradients.h"
+#include "python/modules/passing.h"
 #include "python/modules/placeholders.h"
 #include "python/modules/reach.h"
 #include "python/modules/session.h"
@@ -32,24 +35,33 @@ smp_call_is_of_this_step(const smp_call_object *self)
            self->step == session->step;
 }
 
-/* The caller tells the owner that the call gets no backward any more. */
 static void
-release_graph(smp_call_object *self)
+release_at(const smp_call_object *self, int owner, uint64_t call)
 {
     smp_session *session = &smp_the_session;
-    smp_envelope envelope;
+    smp_envelope envelope = {.kind = SMP_MSG_RELEASE,
+                             .microbatch = self->microbatch,
+                             .step = session->step,
+                             .entry = self->entry,
+                             .about = call};
 
+    (void)smp_comm_send(session->comm, smp_session_rank_of_comm(owner), &envelope,
+                        sizeof(envelope), NULL, 0);
+}
+
+void
+smp_call_release(smp_call_object *self, size_t nstretches)
+{
     if (!self->open || !smp_call_is_of_this_step(self)) {
         return;
     }
     self->open = false;
-    envelope = (smp_envelope){.kind = SMP_MSG_RELEASE,
-                              .microbatch = self->microbatch,
-                              .step = session->step,
-                              .entry = self->entry,
-                              .about = self->call};
-    (void)smp_comm_send(session->comm, smp_session_rank_of_comm(self->owner), &envelope,
-                        sizeof(envelope), NULL, 0);
+    for (size_t i = 0; i < nstretches && self->stretches != NULL; i++) {
+        release_at(self, self->stretches[i].owner, self->stretches[i].call);
+    }
+    if (self->stretches == NULL) {
+        release_at(self, self->owner, self->call);
+    }
 }
 
 static void
@@ -58,7 +70,8 @@ call_dealloc(PyObject *object)
     smp_call_object *self = (smp_call_object *)object;
     PyTypeObject    *type = Py_TYPE(object);
 
-    release_graph(self);
+    smp_call_release(self, self->nstretches);
+    free(self->stretches);
     Py_XDECREF(self->path);
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->placeholders);
@@ -287,6 +300,7 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     smp_call_object *self;
     smp_call_object *call;
     smp_envelope     envelope;
+    smp_stretch      last;
     smp_pack         pack;
     PyObject        *state;
     PyObject        *token;
@@ -302,33 +316,45 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         (call = call_with_graph(args[0], self)) == NULL) {
         return NULL;
     }
+    last = (smp_stretch){.owner = self->owner,
+                         .call = call->call,
+                         .number = call->number,
+                         .noutputs = (size_t)nargs - 1};
     state = PyObject_CallNoArgs(session->capture_backward);
     if (state == NULL) {
         Py_DECREF(call);
         return NULL;
     }
-    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(self->owner), NULL);
+    if (self->nstretches > 0) {
+        last = self->stretches[self->nstretches - 1];
+    }
+    smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(last.owner), NULL);
     pack.graph = false;
-    failed = smp_pack_u32(&pack, (uint32_t)(nargs - 1));
-    for (Py_ssize_t i = 1; failed == 0 && i < nargs; i++) {
+    failed = smp_pack_u32(&pack, (uint32_t)last.noutputs);
+    for (size_t i = (size_t)nargs - last.noutputs; failed == 0 && i < (size_t)nargs;
+         i++) {
         failed = smp_pack_value(&pack, args[i]);
     }
     if (failed == 0 && state != Py_None) {
         failed = smp_pack_value(&pack, state);
+    }
+    if (failed == 0 && self->nstretches > 0) {
+        failed = smp_pass_pack_gradients(&pack, self, args + 1);
     }
     self->backward = smp_server_next_call(session->server);
     envelope =
         (smp_envelope){.kind = SMP_MSG_BACKWARD,
                        .phase = SMP_BACKWARD,
                        .flags = (uint16_t)((state == Py_None ? 0 : SMP_FLAG_STATE) |
+                                           (self->nstretches > 0 ? SMP_FLAG_CHAIN : 0) |
                                            smp_gradients_flags()),
                        .microbatch = self->microbatch,
                        .step = session->step,
                        .entry = self->entry,
                        .call = self->backward,
-                       .about = call->call,
+                       .about = last.call,
                        .seed = (uint64_t)smp_this_task->backwards,
-                       .number = smp_call_of_backward(call->number)};
+                       .number = smp_call_of_backward(last.number)};
     if (failed == 0) {
         failed = smp_pack_send(&pack, &envelope);
     }

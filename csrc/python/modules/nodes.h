@@ -20,27 +20,43 @@
 #include "python/values/pack.h"
 #include "python/values/torch_api.h"
 
+/* One owner's calls in a chain of several owners (passing.h), as their caller has them.
+ */
+typedef struct {
+    int      owner; /* pp_rank */
+    uint64_t call;
+    uint64_t number;   /* of its first call */
+    size_t   first;    /* its first call's number in the chain */
+    size_t   noutputs; /* of all of its calls, in the graph */
+} smp_stretch;
+
 /* One remote call, kept alive by its two nodes: the script may keep these longer than
  * the session's entries. */
 typedef struct {
-    PyObject  ob_base;
-    uint32_t  opened; /* its session and step */
-    uint32_t  step;
-    int32_t   entry;
-    int       owner;
-    PyObject *path; /* owned; the entry's */
-    int32_t   microbatch;
-    uint64_t  number;       /* of the forward: server/calls.h */
-    uint64_t  call;         /* of the forward */
-    uint64_t  backward;     /* of the backward; 0: not begun */
-    bool      open;         /* the owner keeps a graph, neither used nor released */
-    uint16_t  checkpoint;   /* SMP_FLAG_FIRST, SMP_FLAG_AGAIN; 0: in none */
-    PyObject *outputs;      /* while Recv is built: list of the tensors it gives out */
-    PyObject *placeholders; /* of a chain: list of weak references; NULL: none */
+    PyObject     ob_base;
+    uint32_t     opened; /* its session and step */
+    uint32_t     step;
+    int32_t      entry;
+    int          owner;
+    PyObject    *path; /* owned; the entry's */
+    int32_t      microbatch;
+    uint64_t     number;     /* of the forward: server/calls.h */
+    uint64_t     call;       /* of the forward */
+    uint64_t     backward;   /* of the backward; 0: not begun */
+    bool         open;       /* the owner keeps a graph, neither used nor released */
+    uint16_t     checkpoint; /* SMP_FLAG_FIRST, SMP_FLAG_AGAIN; 0: in none */
+    PyObject    *outputs;    /* while Recv is built: list of the tensors it gives out */
+    PyObject    *placeholders; /* of a chain: list of weak references; NULL: none */
+    smp_stretch *stretches;    /* owned; NULL: the chain has one owner */
+    size_t       nstretches;
 } smp_call_object;
 
 /* A new one, of zeros; NULL with an exception. */
 smp_call_object *smp_call_new(void);
+
+/* Tells the owners, of so many stretches, that the call gets no backward any more;
+ * once. */
+void smp_call_release(smp_call_object *call, size_t nstretches);
 
 /* Runs Send on the inputs, without the unreached, and Recv.
  *

@@ -8,6 +8,7 @@
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
 #include "python/modules/object_changes.h"
+#include "python/modules/passing.h"
 #include "python/modules/placeholders.h"
 #include "python/modules/reach.h"
 #include "python/modules/run_entry.h"
@@ -134,12 +135,15 @@ serve_forward(smp_message *request, smp_task *task)
         if (state == NULL) {
             goto done;
         }
+        if (state == Py_None) {
+            Py_CLEAR(state);
+        }
     }
     task->foreseen = (envelope.flags & SMP_FLAG_CHAIN) != 0; /* it may run again */
     value = smp_run_entry(entry, envelope.flags, state, args, kwargs);
     task->foreseen = false;
     smp_chain_leave(task);
-    if (value == NULL && !task->refused) {
+    if (value == NULL && !task->refused && !(envelope.flags & SMP_FLAG_PASSED)) {
         sent = smp_session_answer_raised(task, source, envelope);
         goto done;
     }
@@ -192,16 +196,16 @@ done:
 }
 
 /* Runs the engine from the outputs with a gradient, in the modes of the thread at the
- * backward's beginning. */
+ * backward's beginning: *state (new), where there is one. */
 static int
-run_engine(smp_context *context, smp_unpack *unpack, uint16_t flags)
+run_engine(smp_context *context, smp_unpack *unpack, const smp_envelope *envelope,
+           int source, PyObject **state, smp_pass_gradients *passed)
 {
     Py_ssize_t noutputs = PyTuple_GET_SIZE(context->edges);
     PyObject  *roots = PyList_New(0);
     PyObject  *grads = PyList_New(0);
     PyObject  *result = NULL;
     PyObject  *none = PyTuple_New(0);
-    PyObject  *state = NULL;
     PyObject  *call = NULL;
     uint32_t   count;
 
@@ -226,7 +230,13 @@ run_engine(smp_context *context, smp_unpack *unpack, uint16_t flags)
             goto done;
         }
     }
-    if ((flags & SMP_FLAG_STATE) && (state = smp_unpack_value(unpack)) == NULL) {
+    if ((envelope->flags & SMP_FLAG_STATE) &&
+        (*state = smp_unpack_value(unpack)) == NULL) {
+        goto done;
+    }
+    if (context->several &&
+        (smp_pass_read_gradients(passed, unpack, source, envelope->call) < 0 ||
+         smp_pass_add_roots(passed, context, roots, grads) < 0)) {
         goto done;
     }
     if (PyList_GET_SIZE(roots) == 0) {
@@ -241,16 +251,16 @@ run_engine(smp_context *context, smp_unpack *unpack, uint16_t flags)
     if (call == NULL) {
         goto done;
     }
-    result = state == NULL ? PyObject_CallObject(smp_torch.run_backward, call)
-                           : PyObject_CallFunctionObjArgs(smp_the_session.with_state,
-                                                          state, smp_torch.run_backward,
-                                                          call, Py_None, NULL);
+    result =
+        *state == NULL
+            ? PyObject_CallObject(smp_torch.run_backward, call)
+            : PyObject_CallFunctionObjArgs(smp_the_session.with_state, *state,
+                                           smp_torch.run_backward, call, Py_None, NULL);
 done:
     context->running = false;
     Py_XDECREF(roots);
     Py_XDECREF(grads);
     Py_XDECREF(none);
-    Py_XDECREF(state);
     Py_XDECREF(call);
     Py_XDECREF(result);
     return result == NULL ? -1 : 0;
@@ -289,9 +299,12 @@ serve_backward(smp_message *request, smp_task *task)
     smp_envelope envelope = *smp_message_envelope(request);
     int          source = request->source;
     smp_context *context = smp_context_take(envelope.about);
+    PyObject    *state = NULL;
     bool         sent = false;
     smp_unpack   unpack;
     smp_pack     pack;
+
+    smp_pass_gradients passed = {0};
 
     if (context == NULL) {
         smp_message_free(request);
@@ -309,8 +322,15 @@ serve_backward(smp_message *request, smp_task *task)
             0 ||
         smp_stream_seed(task, smp_mix(context->seed, 2)) < 0 ||
         smp_gradients_backward(envelope.microbatch, task->backwards) < 0 ||
-        run_engine(context, &unpack, envelope.flags) < 0 ||
-        smp_context_close(context) < 0 || pack_gradients(&pack, context) < 0) {
+        run_engine(context, &unpack, &envelope, source, &state, &passed) < 0 ||
+        smp_context_close(context) < 0) {
+        goto done;
+    }
+    if (context->several) {
+        sent = smp_pass_gradients_on(&passed, context, state, envelope) == 0;
+        goto done;
+    }
+    if (pack_gradients(&pack, context) < 0) {
         goto done;
     }
     envelope.kind = SMP_MSG_RESPONSE;
@@ -318,6 +338,8 @@ serve_backward(smp_message *request, smp_task *task)
     sent = smp_pack_send(&pack, &envelope) == 0;
 done:
     smp_context_drop(context);
+    Py_XDECREF(state);
+    smp_pass_gradients_fini(&passed);
     smp_pack_fini(&pack);
     smp_unpack_fini(&unpack);
     return sent;

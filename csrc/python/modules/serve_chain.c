@@ -9,6 +9,7 @@
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
 #include "python/modules/object_changes.h"
+#include "python/modules/passing.h"
 #include "python/modules/placeholders.h"
 #include "python/modules/run_entry.h"
 #include "python/modules/session.h"
@@ -20,35 +21,8 @@
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
 
-/* An argument, by the place it came from. */
-typedef struct {
-    PyObject *tensor;  /* borrowed: of the request, or an output of a call */
-    bool      request; /* the former */
-} tensor_source;
-
-/* One call under way or done. */
-typedef struct {
-    smp_unpack    *unpack; /* its arguments: the request's for the first, else own */
-    smp_unpack     own;
-    smp_pack       pack;     /* its outputs: described for all but the last */
-    long          *versions; /* owned: of its tensors, before it ran */
-    tensor_source *from;     /* owned: of its tensors; NULL: all are the request's */
-} served_call;
-
-typedef struct {
-    served_call    *calls;   /* owned */
-    int32_t        *entries; /* owned, by call */
-    size_t          n;       /* all */
-    size_t          done;    /* with a pack */
-    const uint16_t  flags;
-    const smp_task *task;
-    const uint64_t  count; /* of the microbatch's requests, when it began */
-    bool            nests; /* a call has called other ranks */
-    const int       source;
-} served_chain;
-
 static int
-note_versions(served_call *call)
+note_versions(smp_served_call *call)
 {
     const smp_unpack *unpack = call->unpack;
 
@@ -69,7 +43,7 @@ note_versions(served_call *call)
 /* An exception if the call has changed a tensor among its arguments: the change is its
  * caller's to know before the next call. */
 static int
-check_unchanged(const served_call *call)
+check_unchanged(const smp_served_call *call)
 {
     const smp_unpack *unpack = call->unpack;
 
@@ -95,34 +69,25 @@ sized(smp_unpack *from, uint32_t *size)
     return smp_unpack_raw(from, 1) == NULL ? NULL : smp_unpack_sized(from, size);
 }
 
-/* An argument of an earlier call. */
-static tensor_source
-argument_of(const served_call *earlier, size_t number)
-{
-    return earlier->from == NULL
-               ? (tensor_source){earlier->unpack->tensors[number], true}
-               : earlier->from[number];
-}
-
 /* Finds a call's tensors among those of earlier ones. */
 static int
-find_tensors(served_call *calls, size_t at, const char *sources, uint32_t n)
+find_tensors(smp_served_call *calls, size_t at, const smp_written_call *written)
 {
-    const served_call *former = &calls[at - 1];
-    served_call       *call = &calls[at];
+    const size_t           n = written->head.nsources;
+    const smp_served_call *former = &calls[at - 1];
+    smp_served_call       *call = &calls[at];
 
     call->from = malloc((n + 1) * sizeof(*call->from));
     if (call->from == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    for (uint32_t i = 0; i < n; i++) {
-        smp_chain_source   source;
-        size_t             number;
-        size_t             back;
-        const served_call *earlier;
+    for (size_t i = 0; i < n; i++) {
+        const smp_chain_source source = smp_written_source(written, i);
+        const smp_served_call *earlier;
+        size_t                 number;
+        size_t                 back;
 
-        memcpy(&source, sources + i * sizeof(source), sizeof(source));
         number = smp_chain_number(source);
         back = smp_chain_back(source);
         earlier = back == SMP_CHAIN_OF_REQUEST ? calls
@@ -134,8 +99,8 @@ find_tensors(served_call *calls, size_t at, const char *sources, uint32_t n)
             return smp_malformed("a chain's tensor from nowhere");
         }
         call->from[i] = smp_chain_is_output(source)
-                            ? (tensor_source){former->pack.tensors[number], false}
-                            : argument_of(earlier, number);
+                            ? (smp_argument){former->pack.tensors[number], false, 0}
+                            : smp_served_argument(earlier, number);
     }
     return 0;
 }
@@ -143,7 +108,7 @@ find_tensors(served_call *calls, size_t at, const char *sources, uint32_t n)
 /* Gives each call tensors of its own in the graph, as single requests do: autograd adds
  * up a call's gradients before those of others, also of the caller. */
 static int
-enter(smp_context *context, const served_call *call, PyObject **tensors, uint32_t n)
+enter(smp_context *context, const smp_served_call *call, PyObject **tensors, uint32_t n)
 {
     PyObject  *inputs = PyList_New(0);
     PyObject  *outputs = NULL;
@@ -179,37 +144,43 @@ enter(smp_context *context, const served_call *call, PyObject **tensors, uint32_
     return failed;
 }
 
-/* Reads the call number `at`: its arguments are tensors of earlier ones. */
-static int
-read_call(smp_unpack *from, smp_context *context, served_call *calls, size_t at,
-          smp_chain_head *head)
+int
+smp_served_read(smp_unpack *from, smp_written_call *call)
 {
-    served_call *call = &calls[at];
-    const char  *bytes;
-    const char  *values;
-    const char  *sources;
-    PyObject   **tensors;
-    uint32_t     nbytes;
-    uint32_t     nvalues;
-    uint32_t     nsources;
-    int          failed;
+    const char *bytes;
+    uint32_t    nbytes;
+    uint32_t    nsources;
 
     if ((bytes = sized(from, &nbytes)) == NULL ||
-        (values = sized(from, &nvalues)) == NULL ||
-        (sources = sized(from, &nsources)) == NULL) {
+        (call->values = sized(from, &call->nvalues)) == NULL ||
+        (call->sources = sized(from, &nsources)) == NULL) {
         return -1;
     }
-    if (nbytes != sizeof(*head)) {
+    if (nbytes != sizeof(call->head)) {
         return smp_malformed("a chain's call of %u bytes", (unsigned)nbytes);
     }
-    memcpy(head, bytes, sizeof(*head));
-    if (nsources != head->nsources * sizeof(smp_chain_source) || head->entry < 0 ||
-        (size_t)head->entry >= smp_the_session.nentries) {
-        return smp_malformed("a chain's call of entry %d", (int)head->entry);
+    memcpy(&call->head, bytes, sizeof(call->head));
+    if (nsources != call->head.nsources * sizeof(smp_chain_source) ||
+        call->head.entry < 0 || (size_t)call->head.entry >= smp_the_session.nentries) {
+        return smp_malformed("a chain's call of entry %d", (int)call->head.entry);
     }
-    if (find_tensors(calls, at, sources, head->nsources) < 0) {
+    return 0;
+}
+
+/* Reads the call number `at`: its arguments are tensors of earlier ones. */
+static int
+read_call(smp_unpack *from, smp_context *context, smp_served_call *calls, size_t at,
+          smp_chain_head *head)
+{
+    smp_served_call *call = &calls[at];
+    smp_written_call written;
+    PyObject       **tensors;
+    int              failed;
+
+    if (smp_served_read(from, &written) < 0 || find_tensors(calls, at, &written) < 0) {
         return -1;
     }
+    *head = written.head;
     tensors = calloc(head->nsources + 1, sizeof(PyObject *));
     if (tensors == NULL) {
         PyErr_NoMemory();
@@ -217,7 +188,7 @@ read_call(smp_unpack *from, smp_context *context, served_call *calls, size_t at,
     }
     call->unpack = &call->own;
     failed = enter(context, call, tensors, head->nsources) < 0 ||
-             smp_unpack_init_given(&call->own, values, nvalues, tensors,
+             smp_unpack_init_given(&call->own, written.values, written.nvalues, tensors,
                                    head->nsources) < 0 ||
              note_versions(call) < 0;
     for (uint32_t i = 0; i < head->nsources; i++) {
@@ -247,7 +218,7 @@ unless_refused(const smp_task *task, PyObject *value)
 
 /* The call's value (new), with its own random numbers and its own calls. */
 static PyObject *
-run_call(const served_chain *chain, const smp_chain_head *head, smp_unpack *unpack,
+run_call(const smp_served_chain *chain, const smp_chain_head *head, smp_unpack *unpack,
          smp_task *task)
 {
     PyObject *args = smp_unpack_value(unpack);
@@ -279,7 +250,7 @@ run_call(const served_chain *chain, const smp_chain_head *head, smp_unpack *unpa
 /* An exception if the ledger would add up the gradients of a chain's calls in another
  * order than those of single requests. */
 static int
-check_order(const served_chain *chain, const smp_chain_head *head, size_t at)
+check_order(const smp_served_chain *chain, const smp_chain_head *head, size_t at)
 {
     if ((chain->flags & SMP_FLAG_GRAPH) &&
         smp_gradients_share(head->entry, chain->entries, at)) {
@@ -291,10 +262,12 @@ check_order(const served_chain *chain, const smp_chain_head *head, size_t at)
 
 /* Describes the outputs of a call; the last one's follow the descriptions, whole. */
 static int
-pack_outputs(served_chain *chain, size_t at, PyObject *value, const smp_entry *entry)
+pack_outputs(smp_served_chain *chain, size_t at, PyObject *value,
+             const smp_entry *entry)
 {
-    served_call *call = &chain->calls[at];
-    const bool   last = at + 1 == chain->n;
+    smp_served_call *call = &chain->calls[at];
+    const bool       last = at + 1 == chain->n && chain->rest == 0;
+    PyObject *const  before = chain->place.described;
 
     if (check_unchanged(call) < 0) {
         return -1;
@@ -304,11 +277,16 @@ pack_outputs(served_chain *chain, size_t at, PyObject *value, const smp_entry *e
         PyErr_SetString(PyExc_RuntimeError, "smp: a call of a chain calls other ranks");
         return -1;
     }
-    smp_pack_init(&call->pack, last ? smp_the_session.comm : NULL, chain->source,
-                  call->unpack);
+    smp_pack_init(&call->pack, last ? smp_the_session.comm : NULL,
+                  chain->place.reply_to, call->unpack);
     chain->done = at + 1;
     call->pack.graph = (chain->flags & SMP_FLAG_GRAPH) != 0;
     call->pack.parts = last ? SMP_PACK_WHOLE : SMP_PACK_DESCRIBED;
+    for (Py_ssize_t i = 0; last && before != NULL && i < PyList_GET_SIZE(before); i++) {
+        if (smp_pack_bytes(&call->pack, TAG_BYTES, PyList_GET_ITEM(before, i)) < 0) {
+            return -1;
+        }
+    }
     for (size_t i = 0; last && i < at; i++) {
         PyObject *described = smp_pack_as_bytes(&chain->calls[i].pack);
         int       failed =
@@ -327,9 +305,10 @@ pack_outputs(served_chain *chain, size_t at, PyObject *value, const smp_entry *e
     return smp_session_warn_if_laden(call->pack.laden, entry);
 }
 
-/* Keeps the graph of all calls, and their outputs for placeholders with a use. */
+/* Keeps the graph of all calls, and their outputs for placeholders with a use; makes
+ * the next owner's request. */
 static int
-keep(served_chain *chain, smp_context *context, uint64_t call)
+keep(smp_served_chain *chain, smp_context *context, uint64_t call, smp_pass *pass)
 {
     PyObject *outputs = PyList_New(0);
     int       failed = outputs == NULL;
@@ -348,10 +327,15 @@ keep(served_chain *chain, smp_context *context, uint64_t call)
         for (size_t j = 0; !failed && j < pack->ntensors; j++) {
             PyList_SET_ITEM(list, (Py_ssize_t)j, Py_NewRef(pack->tensors[j]));
         }
-        failed = failed || (i + 1 < chain->n && PyList_Append(context->held, list) < 0);
+        failed = failed || ((i + 1 < chain->n || chain->rest > 0) &&
+                            PyList_Append(context->held, list) < 0);
         Py_XDECREF(list);
     }
-    failed = failed || smp_context_keep(context, outputs, call) < 0;
+    failed = failed ||
+             (chain->rest > 0 &&
+              smp_pass_begin(pass, chain, chain->calls[0].unpack, outputs) < 0) ||
+             smp_pass_note(context, chain) < 0 ||
+             smp_context_keep(context, outputs, call) < 0;
     Py_XDECREF(outputs);
     return failed ? -1 : 0;
 }
@@ -359,28 +343,31 @@ keep(served_chain *chain, smp_context *context, uint64_t call)
 /* Takes the exception of call `at`: the caller makes all calls itself, and may get it
  * from there. */
 static bool
-answer_undone(size_t at, bool nests, smp_envelope *envelope, int source)
+answer_undone(size_t at, const smp_served_chain *chain, smp_envelope *envelope)
 {
-    smp_pack pack;
-    bool     sent;
+    const smp_place *place = &chain->place;
+    smp_pack         pack;
+    bool             sent;
 
     if (!smp_session_may_answer()) {
         return false;
     }
     PyErr_Clear();
     envelope->flags |= SMP_FLAG_RESET;
-    smp_pack_init(&pack, smp_the_session.comm, source, NULL);
-    sent = smp_pack_u32(&pack, (uint32_t)at) == 0 && smp_pack_u32(&pack, nests) == 0 &&
+    smp_pack_init(&pack, smp_the_session.comm, place->reply_to, NULL);
+    sent = smp_pack_u32(&pack, place->first + (uint32_t)at) == 0 &&
+           smp_pack_u32(&pack, chain->nests) == 0 &&
+           smp_pack_u32(&pack, place->stretch) == 0 &&
            smp_pack_send(&pack, envelope) == 0;
     smp_pack_fini(&pack);
     return sent;
 }
 
 static void
-free_calls(served_chain *chain)
+free_calls(smp_served_chain *chain)
 {
     for (size_t i = 0; i < chain->n; i++) {
-        served_call *call = &chain->calls[i];
+        smp_served_call *call = &chain->calls[i];
 
         if (i < chain->done) {
             smp_pack_fini(&call->pack);
@@ -393,44 +380,75 @@ free_calls(served_chain *chain)
     }
     free(chain->calls);
     free(chain->entries);
+    smp_place_fini(&chain->place);
+}
+
+/* Reads the request up to its further calls, and makes room for this owner's.  An
+ * exception that is set stays. */
+static int
+read_chain(smp_served_chain *chain, smp_unpack *first, uint64_t call)
+{
+    PyObject *type;
+    PyObject *error;
+    PyObject *traceback;
+    PyObject *past;
+    uint32_t  count = 0;
+    uint32_t  here = 0;
+    int       failed;
+
+    PyErr_Fetch(&type, &error, &traceback);
+    past = smp_unpack_value(first);
+    failed = past == NULL ||
+             smp_place_read(&chain->place, first, chain->source, call) < 0 ||
+             smp_unpack_u32(first, &count) < 0 || smp_unpack_u32(first, &here) < 0;
+    Py_XDECREF(past); /* the request has the tensors */
+    if (!failed && (count > SMP_CHAIN_MOST || here > count ||
+                    (count > here) != (chain->place.several &&
+                                       PyTuple_GET_SIZE(chain->place.calls) > 0))) {
+        failed = smp_malformed("a chain of %u calls", (unsigned)count) < 0;
+    }
+    if (!failed) {
+        chain->n = here + 1;
+        chain->rest = count - here;
+        chain->calls = calloc(chain->n, sizeof(*chain->calls));
+        chain->entries = calloc(chain->n, sizeof(*chain->entries));
+        if (chain->calls == NULL || chain->entries == NULL) {
+            chain->n = 0;
+            PyErr_NoMemory();
+            failed = 1;
+        }
+    }
+    if (failed) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        return -1;
+    }
+    PyErr_Restore(type, error, traceback);
+    chain->calls[0].unpack = first;
+    return 0;
 }
 
 bool
 smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
                 smp_envelope *envelope, int source, smp_task *task)
 {
-    served_chain   chain = {.flags = envelope->flags,
-                            .source = source,
-                            .task = task,
-                            .count = envelope->about};
-    smp_chain_head head = {.entry = envelope->entry};
-    PyObject      *past;
-    uint32_t       count;
-    size_t         at = 0;
-    bool           sent = false;
+    smp_served_chain chain = {.flags = envelope->flags,
+                              .source = source,
+                              .task = task,
+                              .count = envelope->about};
+    smp_chain_head   head = {.entry = envelope->entry};
+    smp_envelope     response;
+    smp_pass         pass = {0};
+    size_t           at = 0;
+    bool             sent = false;
 
-    if ((past = smp_unpack_value(first)) == NULL || smp_unpack_u32(first, &count) < 0) {
-        Py_XDECREF(past);
+    if (read_chain(&chain, first, envelope->call) < 0) {
+        free_calls(&chain);
         return false;
     }
-    Py_DECREF(past); /* the request has the tensors */
-    if (count > SMP_CHAIN_MOST) {
-        (void)smp_malformed("a chain of %u calls", (unsigned)count);
-        return false;
-    }
-    chain.n = count + 1;
-    chain.calls = calloc(chain.n, sizeof(*chain.calls));
-    chain.entries = calloc(chain.n, sizeof(*chain.entries));
-    if (chain.calls == NULL || chain.entries == NULL) {
-        free(chain.calls);
-        free(chain.entries);
-        PyErr_NoMemory();
-        return false;
-    }
-    chain.calls[0].unpack = first;
     chain.entries[0] = head.entry;
     value = unless_refused(task, Py_XNewRef(value));
-    envelope->kind = SMP_MSG_RESPONSE;
     for (; value != NULL; at++) {
         int failed =
             pack_outputs(&chain, at, value, &smp_the_session.entries[head.entry]) < 0;
@@ -448,13 +466,24 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
         }
     }
     envelope->about = context->count = task->count;
-    if (PyErr_Occurred() == NULL && smp_placeholders_fetch(task->placeholders) == 0 &&
-        keep(&chain, context, envelope->call) == 0) {
-        envelope->seed = context->unreached;
-        sent = smp_pack_send(&chain.calls[chain.n - 1].pack, envelope) == 0;
+    response = *envelope;
+    response.kind = SMP_MSG_RESPONSE;
+    response.call = chain.place.reply;
+    if (PyErr_Occurred() != NULL || smp_placeholders_fetch(task->placeholders) < 0 ||
+        keep(&chain, context, envelope->call, &pass) < 0) {
+        sent = answer_undone(at, &chain, &response);
+        envelope->flags = response.flags;
+    } else if (chain.rest > 0) {
+        sent = smp_pass_send(&pass, &chain, context, envelope) == 0;
     } else {
-        sent = answer_undone(at, chain.nests, envelope, source);
+        size_t ninputs;
+
+        response.seed = chain.place.several
+                            ? smp_pass_unreached(&chain, context, &ninputs)
+                            : context->unreached;
+        sent = smp_pack_send(&chain.calls[chain.n - 1].pack, &response) == 0;
     }
+    smp_pass_fini(&pass);
     free_calls(&chain);
     return sent;
 }

@@ -1,0 +1,652 @@
+#include "python/modules/passing.h"
+
+#include <stdlib.h>
+
+#include "python/modules/gradients.h"
+#include "python/modules/reach.h"
+#include "python/modules/session.h"
+#include "python/values/pack_scalar.h"
+#include "python/values/pack_tensor.h"
+#include "python/values/pack_value.h"
+#include "python/values/tensor.h"
+#include "python/values/unpack_scalar.h"
+#include "python/values/unpack_value.h"
+
+/* ------------------------------------------------------------------------- places */
+
+/* Appends a value (taken). */
+static int
+pack_new(smp_pack *pack, PyObject *value)
+{
+    int failed = value == NULL ? -1 : smp_pack_value(pack, value);
+
+    Py_XDECREF(value);
+    return failed;
+}
+
+int
+smp_place_pack(smp_pack *pack, const smp_stretch *stretches, size_t nstretches)
+{
+    PyObject *calls;
+
+    if (nstretches == 0) {
+        return smp_pack_value(pack, Py_None);
+    }
+    calls = PyTuple_New((Py_ssize_t)nstretches - 1);
+    for (size_t i = 1; calls != NULL && i < nstretches; i++) {
+        PyObject *call = PyLong_FromUnsignedLongLong(stretches[i].call);
+
+        if (call == NULL) {
+            Py_CLEAR(calls);
+        } else {
+            PyTuple_SET_ITEM(calls, (Py_ssize_t)i - 1, call);
+        }
+    }
+    return calls == NULL ? -1
+                         : pack_new(pack, Py_BuildValue("(IIiKKKiN[]OKn)", 0U, 0U, -1,
+                                                        0ULL, 0ULL, 0ULL, -1, calls,
+                                                        Py_None, 0ULL, (Py_ssize_t)0));
+}
+
+int
+smp_place_read(smp_place *place, smp_unpack *unpack, int source, uint64_t call)
+{
+    PyObject          *value = smp_unpack_value(unpack);
+    unsigned           stretch;
+    unsigned           first;
+    int                reply_to;
+    int                entry;
+    unsigned long long numbers[4];
+    Py_ssize_t         ninputs;
+    PyObject          *calls;
+    PyObject          *described;
+    PyObject          *origins;
+
+    *place = (smp_place){.reply_to = source, .reply = call};
+    if (value == NULL || value == Py_None) {
+        Py_XDECREF(value);
+        return value == NULL ? -1 : 0;
+    }
+    if (!PyTuple_Check(value) ||
+        !PyArg_ParseTuple(value, "IIiKKKiO!O!OKn", &stretch, &first, &reply_to,
+                          &numbers[0], &numbers[1], &numbers[2], &entry, &PyTuple_Type,
+                          &calls, &PyList_Type, &described, &origins, &numbers[3],
+                          &ninputs)) {
+        PyErr_Clear();
+        Py_DECREF(value);
+        return smp_malformed("a chain's place");
+    }
+    place->several = true;
+    place->stretch = stretch;
+    place->first = first;
+    if (reply_to >= 0) {
+        place->reply_to = reply_to;
+        place->reply = numbers[0];
+    }
+    place->previous_call = numbers[1];
+    place->previous_number = numbers[2];
+    place->previous_entry = entry;
+    place->unreached = numbers[3];
+    place->ninputs = (size_t)ninputs;
+    place->calls = Py_NewRef(calls);
+    place->described = Py_NewRef(described);
+    place->origins = origins == Py_None ? NULL : Py_NewRef(origins);
+    Py_DECREF(value);
+    return 0;
+}
+
+void
+smp_place_fini(smp_place *place)
+{
+    Py_XDECREF(place->calls);
+    Py_XDECREF(place->described);
+    Py_XDECREF(place->origins);
+}
+
+/* Of a tensor of the request (borrowed); Py_None: the caller's. */
+static PyObject *
+origin_of(const smp_place *place, size_t number)
+{
+    if (place->origins == NULL || !PyList_Check(place->origins) ||
+        number >= (size_t)PyList_GET_SIZE(place->origins)) {
+        return Py_None;
+    }
+    return PyList_GET_ITEM(place->origins, (Py_ssize_t)number);
+}
+
+/* ------------------------------------------------------------------------ forward */
+
+/* A tensor of the call number `at` of the chain, counted from this owner's first, if it
+ * is here: `tensor` is NULL where a later owner has it.  -1 with an exception. */
+static int
+find_here(const smp_served_chain *chain, const smp_unpack *first, size_t at,
+          smp_chain_source source, smp_argument *found)
+{
+    const size_t   number = smp_chain_number(source);
+    const unsigned back = smp_chain_back(source);
+    size_t         n;
+
+    *found = (smp_argument){0};
+    if (back == SMP_CHAIN_OF_REQUEST) {
+        n = first->ntensors;
+        if (number < n) {
+            *found = (smp_argument){first->tensors[number], true, number};
+        }
+    } else if (smp_chain_is_output(source)) {
+        if (at > chain->n) {
+            return 0;
+        }
+        n = chain->calls[at - 1].pack.ntensors;
+        if (number < n) {
+            found->tensor = chain->calls[at - 1].pack.tensors[number];
+        }
+    } else {
+        if (back >= at) {
+            return smp_malformed("a chain's tensor from nowhere");
+        }
+        if (at - 1 - back >= chain->n) {
+            return 0;
+        }
+        n = chain->calls[at - 1 - back].unpack->ntensors;
+        if (number < n) {
+            *found = smp_served_argument(&chain->calls[at - 1 - back], number);
+        }
+    }
+    return number < n ? 0 : smp_malformed("a chain's tensor from nowhere");
+}
+
+/* Notes the origin of the pack's last tensor. */
+static int
+add_origin(smp_pass *pass, const smp_served_chain *chain, const smp_argument *tensor)
+{
+    Py_ssize_t number = 0;
+    PyObject  *origin;
+    int        failed;
+
+    if (!pass->pack.in_graph[pass->pack.ntensors - 1]) {
+        return PyList_Append(pass->origins, Py_None);
+    }
+    if (tensor->request) {
+        return PyList_Append(pass->origins, origin_of(&chain->place, tensor->number));
+    }
+    while (number < PyList_GET_SIZE(pass->outputs) &&
+           PyList_GET_ITEM(pass->outputs, number) != tensor->tensor) {
+        number++;
+    }
+    if (number == PyList_GET_SIZE(pass->outputs)) {
+        PyErr_SetString(PyExc_RuntimeError, "smp: a chain's output without an edge");
+        return -1;
+    }
+    origin = Py_BuildValue("(In)", chain->place.stretch, number);
+    failed = origin == NULL ? -1 : PyList_Append(pass->origins, origin);
+    Py_XDECREF(origin);
+    return failed;
+}
+
+/* The tensors of the next owner's first call, in its values' order. */
+static int
+pack_first(smp_pass *pass, const smp_served_chain *chain)
+{
+    const smp_written_call *call = &pass->calls[0];
+
+    for (uint32_t i = 0; i < call->head.nsources; i++) {
+        smp_argument tensor;
+
+        if (find_here(chain, pass->first, chain->n, smp_written_source(call, i),
+                      &tensor) < 0 ||
+            smp_pack_new_tensor(&pass->pack, tensor.tensor) < 0 ||
+            add_origin(pass, chain, &tensor) < 0) {
+            return -1;
+        }
+    }
+    pass->pack.values.size = 0; /* its own values have the numbers of its tensors */
+    return smp_buffer_put(&pass->pack.values, call->values, call->nvalues);
+}
+
+/* Tensors that only later calls have; without grad, since the next owner has no call
+ * for their gradients. */
+static int
+pack_later(smp_pass *pass, const smp_served_chain *chain)
+{
+    PyObject *later = PyList_New(0);
+    int       failed = later == NULL ? -1 : 0;
+
+    for (size_t i = 1; failed == 0 && i < chain->rest; i++) {
+        const smp_written_call *call = &pass->calls[i];
+
+        for (uint32_t j = 0; failed == 0 && j < call->head.nsources; j++) {
+            smp_argument tensor;
+
+            failed = find_here(chain, pass->first, chain->n + i,
+                               smp_written_source(call, j), &tensor);
+            if (failed == 0 && tensor.tensor != NULL) {
+                failed = PyList_Append(later, tensor.tensor);
+            }
+        }
+    }
+    if (failed == 0) {
+        const size_t before = pass->pack.ntensors;
+
+        failed = smp_pack_value(&pass->pack, later);
+        for (size_t i = before; failed == 0 && i < pass->pack.ntensors; i++) {
+            if (pass->pack.in_graph[i]) {
+                PyErr_SetString(PyExc_RuntimeError,
+                                "smp: a later call of a chain needs a gradient of an "
+                                "earlier one's argument");
+                failed = -1;
+            } else {
+                failed = PyList_Append(pass->origins, Py_None);
+            }
+        }
+    }
+    Py_XDECREF(later);
+    return failed;
+}
+
+static int
+pack_call(smp_pass *pass, const smp_served_chain *chain, size_t i)
+{
+    const smp_written_call *call = &pass->calls[i];
+    const size_t            n = call->head.nsources;
+    smp_chain_source       *sources = malloc((n + 1) * sizeof(*sources));
+    int                     failed = 0;
+
+    if (sources == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t j = 0; failed == 0 && j < n; j++) {
+        smp_argument tensor;
+
+        sources[j] = smp_written_source(call, j);
+        failed = find_here(chain, pass->first, chain->n + i, sources[j], &tensor);
+        for (size_t k = 0; tensor.tensor != NULL && k < pass->pack.ntensors; k++) {
+            if (pass->pack.tensors[k] == tensor.tensor) {
+                sources[j] = smp_chain_source_of(SMP_CHAIN_OF_REQUEST, k, false);
+                break;
+            }
+        }
+    }
+    failed = failed == 0 &&
+                     smp_pack_sized(&pass->pack, TAG_BYTES, &call->head,
+                                    sizeof(call->head)) == 0 &&
+                     smp_pack_sized(&pass->pack, TAG_BYTES, call->values,
+                                    call->nvalues) == 0 &&
+                     smp_pack_sized(&pass->pack, TAG_BYTES, sources,
+                                    n * sizeof(*sources)) == 0
+                 ? 0
+                 : -1;
+    free(sources);
+    return failed;
+}
+
+int
+smp_pass_begin(smp_pass *pass, const smp_served_chain *chain, smp_unpack *first,
+               PyObject *outputs)
+{
+    int owner;
+
+    pass->first = first;
+    pass->calls = calloc(chain->rest, sizeof(*pass->calls));
+    pass->outputs = outputs;
+    pass->origins = PyList_New(0);
+    pass->described = PyList_GetSlice(chain->place.described, 0,
+                                      PyList_GET_SIZE(chain->place.described));
+    if (pass->calls == NULL) {
+        PyErr_NoMemory();
+    }
+    if (pass->calls == NULL || pass->origins == NULL || pass->described == NULL) {
+        return -1;
+    }
+    for (size_t i = 0; i < chain->rest; i++) {
+        if (smp_served_read(first, &pass->calls[i]) < 0) {
+            return -1;
+        }
+    }
+    for (size_t i = 0; i < chain->n; i++) {
+        PyObject *bytes = smp_pack_as_bytes(&chain->calls[i].pack);
+        int       failed = bytes == NULL || PyList_Append(pass->described, bytes) < 0;
+
+        Py_XDECREF(bytes);
+        if (failed) {
+            return -1;
+        }
+    }
+    owner = smp_the_session.entries[pass->calls[0].head.entry].owner;
+    smp_pack_init(&pass->pack, smp_the_session.comm, smp_session_rank_of_comm(owner),
+                  NULL);
+    pass->pack.graph = (chain->flags & SMP_FLAG_GRAPH) != 0;
+    return pack_first(pass, chain) < 0 || pack_later(pass, chain) < 0 ? -1 : 0;
+}
+
+int
+smp_pass_send(smp_pass *pass, const smp_served_chain *chain, const smp_context *context,
+              const smp_envelope *envelope)
+{
+    const smp_place      *place = &chain->place;
+    const smp_chain_head *head = &pass->calls[0].head;
+    const int             owner = smp_the_session.entries[head->entry].owner;
+    smp_envelope          next = *envelope;
+    PyObject             *calls = place->calls;
+    size_t                ninputs;
+    const uint64_t        unreached = smp_pass_unreached(chain, context, &ninputs);
+    size_t                here = 0;
+    int                   failed;
+
+    while (here + 1 < chain->rest &&
+           smp_the_session.entries[pass->calls[here + 1].head.entry].owner == owner) {
+        here++;
+    }
+    next.kind = SMP_MSG_FORWARD;
+    next.flags |=
+        SMP_FLAG_PASSED | SMP_FLAG_STATE; /* a chain's values have one, or None */
+    next.entry = head->entry;
+    next.call = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(calls, 0));
+    next.seed = head->seed;
+    next.number = head->number;
+    failed = pack_new(&pass->pack,
+                      Py_BuildValue(
+                          "(IIiKKKiNOOKn)", place->stretch + 1,
+                          (unsigned)(place->first + chain->n), place->reply_to,
+                          (unsigned long long)place->reply,
+                          (unsigned long long)envelope->call,
+                          (unsigned long long)envelope->number, (int)envelope->entry,
+                          PyTuple_GetSlice(calls, 1, PyTuple_GET_SIZE(calls)),
+                          pass->described, pass->origins, (unsigned long long)unreached,
+                          (Py_ssize_t)ninputs)) < 0 ||
+             smp_pack_u32(&pass->pack, (uint32_t)(chain->rest - 1)) < 0 ||
+             smp_pack_u32(&pass->pack, (uint32_t)here) < 0;
+    for (size_t i = 1; !failed && i < chain->rest; i++) {
+        failed = pack_call(pass, chain, i) < 0;
+    }
+    return failed ? -1 : smp_pack_send(&pass->pack, &next);
+}
+
+void
+smp_pass_fini(smp_pass *pass)
+{
+    smp_pack_fini(&pass->pack);
+    free(pass->calls);
+    Py_XDECREF(pass->origins);
+    Py_XDECREF(pass->described);
+}
+
+/* The origins of Enter's inputs: of the first call's, then of each further one's. */
+static int
+add_origins(PyObject *list, const smp_served_chain *chain)
+{
+    const smp_unpack *first = chain->calls[0].unpack;
+
+    for (size_t i = 0; i < first->ntensors; i++) {
+        if (first->requires_grad[i] &&
+            PyList_Append(list, origin_of(&chain->place, i)) < 0) {
+            return -1;
+        }
+    }
+    for (size_t i = 1; i < chain->n; i++) {
+        const smp_served_call *call = &chain->calls[i];
+
+        for (size_t j = 0; j < call->unpack->ntensors; j++) {
+            const smp_argument *from = &call->from[j];
+            int grad = smp_attr_true(from->tensor, smp_names.requires_grad);
+
+            if (grad < 0 ||
+                (grad && from->request &&
+                 PyList_Append(list, origin_of(&chain->place, from->number)) < 0)) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+int
+smp_pass_note(smp_context *context, const smp_served_chain *chain)
+{
+    const smp_place *place = &chain->place;
+
+    if (!place->several) {
+        return 0;
+    }
+    context->origins = PyList_New(0);
+    if (context->origins == NULL || add_origins(context->origins, chain) < 0) {
+        return -1;
+    }
+    if ((chain->flags & SMP_FLAG_GRAPH) &&
+        (size_t)PyList_GET_SIZE(context->origins) != context->ninputs) {
+        return smp_malformed("a chain of %zu inputs, not %zd", context->ninputs,
+                             PyList_GET_SIZE(context->origins));
+    }
+    context->several = true;
+    context->stretch = place->stretch;
+    context->previous = chain->source;
+    context->previous_call = place->previous_call;
+    context->previous_number = place->previous_number;
+    context->previous_entry = place->previous_entry;
+    return 0;
+}
+
+uint64_t
+smp_pass_unreached(const smp_served_chain *chain, const smp_context *context,
+                   size_t *ninputs)
+{
+    uint64_t unreached = chain->place.unreached;
+
+    *ninputs = chain->place.ninputs;
+    for (size_t i = 0; i < context->ninputs; i++) {
+        if (PyList_GET_ITEM(context->origins, (Py_ssize_t)i) != Py_None) {
+            continue;
+        }
+        if (*ninputs < 64 && !smp_is_reached(context->unreached, i)) {
+            unreached |= UINT64_C(1) << *ninputs;
+        }
+        ++*ninputs;
+    }
+    return unreached;
+}
+
+/* ----------------------------------------------------------------------- backward */
+
+static int
+pack_list(smp_pack *pack, PyObject *list)
+{
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    int              failed = smp_pack_u32(pack, (uint32_t)n);
+
+    for (Py_ssize_t i = 0; failed == 0 && i < n; i++) {
+        failed = smp_pack_value(pack, PyList_GET_ITEM(list, i));
+    }
+    return failed;
+}
+
+/* A list (new) of so many empty lists. */
+static PyObject *
+make_lists(size_t n)
+{
+    PyObject *lists = PyList_New((Py_ssize_t)n);
+
+    for (size_t i = 0; lists != NULL && i < n; i++) {
+        PyObject *list = PyList_New(0);
+
+        if (list == NULL) {
+            Py_CLEAR(lists);
+        } else {
+            PyList_SET_ITEM(lists, (Py_ssize_t)i, list);
+        }
+    }
+    return lists;
+}
+
+int
+smp_pass_pack_gradients(smp_pack *pack, const smp_call_object *call,
+                        PyObject *const *gradients)
+{
+    const size_t before = call->nstretches - 1;
+    PyObject    *lists = make_lists(before);
+    PyObject    *terms = make_lists(before + 1);
+    PyObject    *passed;
+    int          failed = lists == NULL || terms == NULL ? -1 : 0;
+
+    for (size_t i = 0; i < before; i++) {
+        for (size_t j = 0; failed == 0 && j < call->stretches[i].noutputs; j++) {
+            failed = PyList_Append(PyList_GET_ITEM(lists, (Py_ssize_t)i), *gradients++);
+        }
+    }
+    passed = failed == 0 ? Py_BuildValue("(iKOO[])", -1, 0ULL, lists, terms) : NULL;
+    failed = pack_new(pack, passed);
+    Py_XDECREF(lists);
+    Py_XDECREF(terms);
+    return failed;
+}
+
+int
+smp_pass_read_gradients(smp_pass_gradients *passed, smp_unpack *unpack, int source,
+                        uint64_t call)
+{
+    PyObject          *value = smp_unpack_value(unpack);
+    unsigned long long reply;
+
+    *passed = (smp_pass_gradients){0};
+    if (value == NULL) {
+        return -1;
+    }
+    if (!PyTuple_Check(value) ||
+        !PyArg_ParseTuple(value, "iKO!O!O!", &passed->reply_to, &reply, &PyList_Type,
+                          &passed->gradients, &PyList_Type, &passed->terms,
+                          &PyList_Type, &passed->caller)) {
+        PyErr_Clear();
+        *passed = (smp_pass_gradients){0};
+        Py_DECREF(value);
+        return smp_malformed("a backward of several owners");
+    }
+    Py_INCREF(passed->gradients);
+    Py_INCREF(passed->terms);
+    Py_INCREF(passed->caller);
+    Py_DECREF(value);
+    passed->reply = reply;
+    if (passed->reply_to < 0) {
+        passed->reply_to = source;
+        passed->reply = call;
+    }
+    return 0;
+}
+
+void
+smp_pass_gradients_fini(smp_pass_gradients *passed)
+{
+    Py_XDECREF(passed->gradients);
+    Py_XDECREF(passed->terms);
+    Py_XDECREF(passed->caller);
+}
+
+int
+smp_pass_add_roots(const smp_pass_gradients *passed, const smp_context *context,
+                   PyObject *roots, PyObject *grads)
+{
+    PyObject *terms;
+
+    if (context->stretch >= PyList_GET_SIZE(passed->terms)) {
+        return smp_malformed("a backward of other stretches");
+    }
+    terms = PyList_GET_ITEM(passed->terms, context->stretch);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(terms); i++) {
+        unsigned  number;
+        PyObject *gradient;
+
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(terms, i), "IO", &number, &gradient) ||
+            number >= PyTuple_GET_SIZE(context->edges)) {
+            PyErr_Clear();
+            return smp_malformed("a gradient of no output");
+        }
+        if (PyList_Append(roots, PyTuple_GET_ITEM(context->edges, number)) < 0 ||
+            PyList_Append(grads, gradient) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Adds the gradients of Enter's inputs to the sums of their origins, the last first. */
+static int
+add_terms(smp_pass_gradients *passed, const smp_context *context)
+{
+    int failed = 0;
+
+    for (size_t i = context->ninputs; failed == 0 && i-- > 0;) {
+        PyObject *origin = PyList_GET_ITEM(context->origins, (Py_ssize_t)i);
+        PyObject *gradient = context->gradients == NULL
+                                 ? Py_None
+                                 : PyList_GET_ITEM(context->gradients, (Py_ssize_t)i);
+        unsigned  stretch;
+        unsigned  number;
+        PyObject *term;
+
+        if (!smp_is_reached(context->unreached, i)) {
+            continue;
+        }
+        if (origin == Py_None) {
+            failed = PyList_Append(passed->caller, gradient);
+            continue;
+        }
+        if (gradient == Py_None) {
+            continue;
+        }
+        if (!PyTuple_Check(origin) ||
+            !PyArg_ParseTuple(origin, "II", &stretch, &number) ||
+            stretch >= context->stretch) {
+            PyErr_Clear();
+            return smp_malformed("a gradient of no stretch");
+        }
+        term = Py_BuildValue("(IO)", number, gradient);
+        failed = term == NULL
+                     ? -1
+                     : PyList_Append(PyList_GET_ITEM(passed->terms, stretch), term);
+        Py_XDECREF(term);
+    }
+    return failed;
+}
+
+int
+smp_pass_gradients_on(smp_pass_gradients *passed, const smp_context *context,
+                      PyObject *state, smp_envelope envelope)
+{
+    const Py_ssize_t before = (Py_ssize_t)context->stretch - 1;
+    smp_pack         pack;
+    int              failed;
+
+    if (PyList_GET_SIZE(passed->terms) != before + 2 ||
+        PyList_GET_SIZE(passed->gradients) != before + 1 ||
+        add_terms(passed, context) < 0) {
+        return PyErr_Occurred() ? -1 : smp_malformed("a backward of other stretches");
+    }
+    envelope.flags = smp_gradients_flags();
+    if (context->stretch == 0) {
+        envelope.kind = SMP_MSG_RESPONSE;
+        envelope.call = passed->reply;
+        smp_pack_init(&pack, smp_the_session.comm, passed->reply_to, NULL);
+        pack.graph = false;
+        failed = pack_list(&pack, passed->caller);
+    } else {
+        envelope.flags |=
+            (uint16_t)(SMP_FLAG_CHAIN | (state != NULL ? SMP_FLAG_STATE : 0));
+        envelope.entry = context->previous_entry;
+        envelope.about = context->previous_call;
+        envelope.number = smp_call_of_backward(context->previous_number);
+        smp_pack_init(&pack, smp_the_session.comm, context->previous, NULL);
+        pack.graph = false;
+        failed = pack_list(&pack, PyList_GET_ITEM(passed->gradients, before));
+        failed = failed == 0 && state != NULL ? smp_pack_value(&pack, state) : failed;
+        failed =
+            failed == 0
+                ? pack_new(&pack,
+                           Py_BuildValue("(iKNNO)", passed->reply_to,
+                                         (unsigned long long)passed->reply,
+                                         PyList_GetSlice(passed->gradients, 0, before),
+                                         PyList_GetSlice(passed->terms, 0, before + 1),
+                                         passed->caller))
+                : failed;
+    }
+    failed = failed == 0 ? smp_pack_send(&pack, &envelope) : failed;
+    smp_pack_fini(&pack);
+    return failed;
+}

@@ -1,0 +1,99 @@
+/* A chain over several owners: each runs a stretch of its calls in a context of its
+ * own, and passes the rest on to the next one.
+ *
+ *     forward    caller -> first owner -> ... -> last owner -> caller
+ *     backward   caller -> last owner -> ... -> first owner -> caller
+ *
+ * A request that is passed on looks like one of the caller: values around tensors, and
+ * further calls.  Its place (served.h) says whom to answer, and what the calls so far
+ * have given.
+ *
+ * Autograd   A tensor with grad in the request has an origin: the stretch that made it
+ *            with the number among its outputs in the graph, or None for the caller.
+ *            Its gradients are terms of the sum there: last calls first, behind the
+ *            caller's own.
+ * Threads    The GIL is held, by the holder of the baton.
+ * Errors     0, or -1 with an exception.
+ */
+#ifndef SMP_PYTHON_MODULES_PASSING_H
+#define SMP_PYTHON_MODULES_PASSING_H
+
+#include "python/modules/context.h"
+#include "python/modules/nodes.h"
+#include "python/modules/served.h"
+
+/* ------------------------------------------------------------------------ forward */
+
+/* Appends the place of the caller's request.  stretches: NULL: the chain has one owner.
+ */
+int smp_place_pack(smp_pack *pack, const smp_stretch *stretches, size_t nstretches);
+
+/* Reads it, from the rank of the comm for the call. */
+int smp_place_read(smp_place *place, smp_unpack *unpack, int source, uint64_t call);
+
+void smp_place_fini(smp_place *place);
+
+/* The next owner's request. */
+typedef struct {
+    smp_pack          pack;
+    const smp_unpack *first;   /* borrowed: this owner's request */
+    smp_written_call *calls;   /* owned */
+    PyObject         *outputs; /* borrowed: list: of this owner's calls, in the graph */
+    PyObject         *origins; /* owned: list, by tensor of the pack */
+    PyObject         *described; /* owned: list of bytes */
+} smp_pass;
+
+/* Reads the calls behind this owner's, and packs their tensors.
+ *
+ * outputs   list of its own calls' outputs in the graph; borrowed until fini. */
+int smp_pass_begin(smp_pass *pass, const smp_served_chain *chain, smp_unpack *first,
+                   PyObject *outputs);
+
+/* Sends the request, once the context is kept. */
+int smp_pass_send(smp_pass *pass, const smp_served_chain *chain,
+                  const smp_context *context, const smp_envelope *envelope);
+
+void smp_pass_fini(smp_pass *pass);
+
+/* Notes in the context what its backward needs, before it is kept. */
+int smp_pass_note(smp_context *context, const smp_served_chain *chain);
+
+/* The caller's unreached tensors up to this owner (reach.h); counts them all. */
+uint64_t smp_pass_unreached(const smp_served_chain *chain, const smp_context *context,
+                            size_t *ninputs);
+
+/* ----------------------------------------------------------------------- backward */
+
+/* Appends the gradients of all but the last stretch to the caller's request.
+ *
+ * gradients  of the outputs of the whole chain in the graph. */
+int smp_pass_pack_gradients(smp_pack *pack, const smp_call_object *call,
+                            PyObject *const *gradients);
+
+/* What an owner gets, and adds to. */
+typedef struct {
+    int       reply_to;
+    uint64_t  reply;
+    PyObject *gradients; /* owned: list, by stretch before: list of its outputs' */
+    PyObject *terms;     /* owned: list, by stretch before and here: list of (number of
+                            the output, gradient) */
+    PyObject *caller;    /* owned: list: the caller's */
+} smp_pass_gradients;
+
+int  smp_pass_read_gradients(smp_pass_gradients *passed, smp_unpack *unpack, int source,
+                             uint64_t call);
+void smp_pass_gradients_fini(smp_pass_gradients *passed);
+
+/* Appends the edges of the context's outputs with terms of later stretches to the
+ * roots, and the terms to the gradients; both lists. */
+int smp_pass_add_roots(const smp_pass_gradients *passed, const smp_context *context,
+                       PyObject *roots, PyObject *grads);
+
+/* Appends gradients of the context's inputs, and answers the caller or passes them on.
+ *
+ * state      travels with it; NULL: none.
+ * envelope   the request's. */
+int smp_pass_gradients_on(smp_pass_gradients *passed, const smp_context *context,
+                          PyObject *state, smp_envelope envelope);
+
+#endif
