@@ -146,11 +146,9 @@ def set_on_all(run: Run, name: str, value: object, block: int | None = None) -> 
         setattr(target, name, value)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_chain_has_the_bits_of_single_calls(way):
-    there = tuple(f"far.blocks.{i}" for i in range(4))
-    run = Run(Blocks(way), there, fast_mode=True)
+def check_way(way: str, owners: tuple[int, ...], **config) -> None:
+    """Some steps with blocks on these pp_ranks."""
+    run = Run(Blocks(way), {f"far.blocks.{i}": at for i, at in enumerate(owners)}, **config)
     for number in range(STEPS):
         set_on_all(run, "number", number)
         if way in ("changes", "raises", "catches", "sets") and number >= 2:
@@ -160,6 +158,19 @@ def test_a_chain_has_the_bits_of_single_calls(way):
                 smp.step(train)(run.model, rows(6, number))
         else:
             run.check(train, rows(6, number), plain=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_chain_has_the_bits_of_single_calls(way):
+    check_way(way, (1, 1, 1, 1))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("owners", [(1, 1, 2, 2), (1, 2, 1, 2)], ids=["two", "in turn"])
+@pytest.mark.parametrize("way", WAYS)
+def test_so_has_one_that_is_passed_from_owner_to_owner(way, owners):
+    check_way(way, owners)
 
 
 @on_ranks(2)

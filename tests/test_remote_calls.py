@@ -51,22 +51,25 @@ class Run:
     """A Pair with smp, whose ``far`` is on pp_rank 1, and copies for the reference loops.
 
     Args:
-        there: paths of the modules that are on pp_rank 1 in place of ``far``.
+        there: paths of the modules that are on pp_rank 1 in place of ``far``; or the
+            pp_ranks of some, by path.
         average: ``average_grads_across_microbatches``.
         config: of ``smp.init``; 3 microbatches, all under way, where it does not say.
     """
 
     def __init__(
-        self, far: nn.Module, there: tuple = ("far",), average: bool = True, **config
+        self, far: nn.Module, there: tuple | dict = ("far",), average: bool = True, **config
     ) -> None:
         config = {"microbatches": 3, "active_microbatches": 3} | config
-        smp.init({"pipeline_parallel_degree": 2, **config})
+        homes = there if isinstance(there, dict) else dict.fromkeys(there, 1)
+        ranks = 1 + max(homes.values())
+        smp.init({"pipeline_parallel_degree": ranks, **config})
         net = Pair(far).double()
         self.cut, self.plain = copy.deepcopy(net), copy.deepcopy(net)
-        rank_of = partition_by_path(net, dict.fromkeys(there, 1))
+        rank_of = partition_by_path(net, homes)
         self.options = {
             "rank_of": rank_of,
-            "ranks": 2,
+            "ranks": ranks,
             "microbatches": config["microbatches"],
             "average": average,
         }
