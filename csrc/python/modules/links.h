@@ -1,4 +1,4 @@
-/* Which call follows which, as learned: a follower's arguments are the former call's
+/* Links from call to call, as learned: a follower's arguments are the former call's
  * arguments and outputs, arguments of some calls before that, and values.
  *
  * A link belongs to a call of its caller's entry, known by its own entry, the count of

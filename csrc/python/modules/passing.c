@@ -103,7 +103,7 @@ smp_place_fini(smp_place *place)
     Py_XDECREF(place->origins);
 }
 
-/* Of a tensor of the request (borrowed); Py_None: the caller's. */
+/* The origin of a tensor of the request (borrowed); Py_None: the caller's. */
 static PyObject *
 origin_of(const smp_place *place, size_t number)
 {

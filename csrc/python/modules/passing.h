@@ -70,7 +70,7 @@ uint64_t smp_pass_unreached(const smp_served_chain *chain, const smp_context *co
 int smp_pass_pack_gradients(smp_pack *pack, const smp_call_object *call,
                             PyObject *const *gradients);
 
-/* What an owner gets, and adds to. */
+/* Gradients on their way from owner to owner. */
 typedef struct {
     int       reply_to;
     uint64_t  reply;
