@@ -198,6 +198,11 @@ pack_first(smp_pass *pass, const smp_served_chain *chain)
             add_origin(pass, chain, &tensor) < 0) {
             return -1;
         }
+        if (pass->pack.ntensors != i + 1) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "smp: two arguments of a chain's call are one tensor");
+            return -1;
+        }
     }
     pass->pack.values.size = 0; /* its own values have the numbers of its tensors */
     return smp_buffer_put(&pass->pack.values, call->values, call->nvalues);
