@@ -108,7 +108,13 @@ past_tensor(const past_call *past, size_t number)
     if (past == NULL || number >= past->n) {
         return NULL;
     }
-    tensor = PyWeakref_GET_OBJECT(past->weak[number]);
+    /* A call of a weak reference is the way to its object in every Python. */
+    tensor = PyObject_CallNoArgs(past->weak[number]);
+    if (tensor == NULL) {
+        PyErr_Clear();
+        return NULL;
+    }
+    Py_DECREF(tensor); /* the model or the caller has it */
     if (tensor == Py_None || past->versions[number] < 0 ||
         smp_history_version(tensor) != past->versions[number]) {
         return NULL;
