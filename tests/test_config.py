@@ -500,7 +500,6 @@ def test_every_rule_has_a_combination_above():
     "size, given",
     [
         (2, {"sharded_data_parallel_degree": 2}),
-        (1, {"static_mode": True}),
         (1, {"pipeline": "zero_bubble"}),
     ],
 )

@@ -414,7 +414,7 @@ def test_a_difference_lists_the_ranks_of_each_value():
     "given, kind, said",
     [
         ({"microbatches": "2"}, "ConfigError", "microbatches='2'"),
-        ({"static_mode": True}, "NotImplementedError", "static_mode=True"),
+        ({"pipeline": "zero_bubble"}, "NotImplementedError", "pipeline='zero_bubble'"),
     ],
 )
 def test_a_configuration_refused_on_one_rank_raises_on_every_rank(given, kind, said):

@@ -397,6 +397,17 @@ smp_board_write_others(smp_board *board, char *out, size_t room)
 }
 
 void
+smp_board_write_work(smp_board *board, const smp_work *work, char *out, size_t room)
+{
+    text t = {.at = out, .room = room};
+
+    out[0] = '\0';
+    smp_lock_acquire(&board->lock);
+    add_work(&t, board, work);
+    smp_lock_release(&board->lock);
+}
+
+void
 smp_board_write_one(smp_board *board, int rank, const smp_wait *wait, char *out,
                     size_t room)
 {

@@ -103,6 +103,11 @@ size_t smp_board_write(smp_board *board, int rank, const smp_standing *standing,
 /* The last standings of smp_board_hear(), likewise. */
 size_t smp_board_write_others(smp_board *board, char *out, size_t room);
 
+/* "microbatch 2, forward: module 'layers.3'", at most `room` bytes with the final NUL.
+ */
+void smp_board_write_work(smp_board *board, const smp_work *work, char *out,
+                          size_t room);
+
 /* One wait on `rank`, as in smp_board_write(), at most `room` bytes with the final
  * NUL. */
 void smp_board_write_one(smp_board *board, int rank, const smp_wait *wait, char *out,

@@ -11,6 +11,27 @@ static const uint8_t places[SMP_READY_KINDS][SMP_PHASES] = {
     [SMP_READY_TURN] = {[SMP_FORWARD] = 6, [SMP_BACKWARD] = 3},
 };
 
+bool
+smp_ready_is_same(const smp_ready *a, const smp_ready *b)
+{
+    return a->kind == b->kind && a->phase == b->phase &&
+           a->microbatch == b->microbatch && a->call == b->call;
+}
+
+ptrdiff_t
+smp_ready_find(const smp_ready *run, const smp_ready *ready, size_t n)
+{
+    ptrdiff_t first = -1;
+
+    for (size_t i = 0; i < n; i++) {
+        if (smp_ready_is_same(run, &ready[i]) &&
+            (first < 0 || ready[i].arrival < ready[first].arrival)) {
+            first = (ptrdiff_t)i;
+        }
+    }
+    return first;
+}
+
 static bool
 goes_before(const smp_ready *a, const smp_ready *b)
 {

@@ -40,10 +40,19 @@ typedef struct {
     smp_ready_kind kind;
     smp_phase      phase;
     int32_t        microbatch;
+    int32_t        entry;   /* of the task; -1: the step function */
+    int32_t        source;  /* of a message: the rank of the comm; -1 for all else */
     uint64_t       call;    /* of the task: server/calls.h */
     uint64_t       arrival; /* of a message: when it came; 0 for all else */
     size_t         index;   /* the caller's own */
 } smp_ready;
+
+/* Whether both are the same run of the program, perhaps on two ranks or in two steps.
+ */
+bool smp_ready_is_same(const smp_ready *a, const smp_ready *b);
+
+/* The first to arrive of those that are this run; -1: none. */
+ptrdiff_t smp_ready_find(const smp_ready *run, const smp_ready *ready, size_t n);
 
 /* The index of the one to run; -1: there is none.  *overtaken: the last request of a
  * forward went before a backward; false when a step begins, then as the last call left

@@ -123,13 +123,20 @@ smp_commit_hear_question(smp_commit *commit, const smp_message *question)
 }
 
 void
-smp_commit_vote(smp_commit *commit)
+smp_commit_vote(smp_commit *commit, const smp_replay_word *word)
 {
-    smp_envelope answer = {.kind = SMP_MSG_SETTLED, .step = commit->step};
+    struct {
+        smp_envelope    envelope;
+        smp_replay_word word;
+    } answer = {.envelope = {.kind = SMP_MSG_SETTLED, .step = commit->step}};
 
     if (commit->asker >= 0 && !commit->voted) {
-        (void)smp_comm_send(commit->comm, commit->asker, &answer, sizeof(answer), NULL,
-                            0);
+        if (word != NULL) {
+            answer.word = *word;
+        }
+        (void)smp_comm_send(commit->comm, commit->asker, &answer,
+                            word == NULL ? sizeof(answer.envelope) : sizeof(answer),
+                            NULL, 0);
         commit->voted = true;
     }
 }

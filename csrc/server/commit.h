@@ -21,6 +21,7 @@
 #include "comm/messaging/comm.h"
 #include "common/status.h"
 #include "server/grid.h"
+#include "server/replay.h"
 
 typedef struct smp_commit smp_commit;
 
@@ -48,8 +49,9 @@ bool smp_commit_is_unanimous(const smp_commit *commit);
  */
 bool smp_commit_hear_question(smp_commit *commit, const smp_message *question);
 
-/* This rank is well: votes when it was asked, once. */
-void smp_commit_vote(smp_commit *commit);
+/* This rank is well: votes when it was asked, once.  word: of static mode; NULL: none.
+ */
+void smp_commit_vote(smp_commit *commit, const smp_replay_word *word);
 bool smp_commit_has_voted(const smp_commit *commit);
 
 /* A STEP_END or ABORT came; takes it.  True: the step has failed.  pp_rank 0 passes an

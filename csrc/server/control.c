@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "common/clock.h"
+#include "common/log.h"
 #include "server/commit.h"
 #include "server/detection.h"
 #include "server/envelope.h"
@@ -31,6 +32,7 @@ struct smp_control {
     uint64_t about_still; /* probes and answers sent */
     uint64_t received;    /* messages but those */
     uint64_t asked;       /* the round of the probe to answer; 0: none */
+    bool     leaves;      /* the ranks have been told to leave the replay */
 };
 
 smp_status
@@ -128,7 +130,15 @@ smp_control_check_runs(smp_control *control)
 static void
 end_collectives(smp_control *control)
 {
-    smp_stage_end(control->parts.stage, control->failed);
+    smp_replay *replay = control->parts.replay;
+
+    if (replay == NULL) {
+        smp_stage_end(control->parts.stage, control->failed, NULL);
+    } else {
+        const smp_replay_word word = smp_replay_tell(replay);
+
+        smp_stage_end(control->parts.stage, control->failed, &word);
+    }
     smp_control_check_calls(control, NULL);
 }
 
@@ -143,10 +153,94 @@ stage_is_well(const smp_control *control)
 static void
 vote(smp_control *control)
 {
-    if (!control->failed && stage_is_well(control)) {
-        smp_commit_vote(control->commit);
+    smp_replay *replay = control->parts.replay;
+
+    if (control->failed || !stage_is_well(control)) {
+        return;
+    }
+    if (replay == NULL) {
+        smp_commit_vote(control->commit, NULL);
+    } else {
+        const smp_replay_word word = smp_replay_tell(replay);
+
+        smp_commit_vote(control->commit, &word);
     }
 }
+
+/* -------------------------------------------------------------- static mode */
+
+/* A SETTLED or ISSUED came. */
+static void
+hear_word(smp_control *control, const smp_message *message)
+{
+    const smp_envelope *e = smp_message_envelope(message);
+    smp_replay_word     word;
+
+    if (control->parts.replay == NULL || message->nbytes != sizeof(*e) + sizeof(word)) {
+        return;
+    }
+    memcpy(&word, message->bytes + sizeof(*e), sizeof(word));
+    smp_replay_hear(control->parts.replay, &word, e->kind == SMP_MSG_SETTLED);
+}
+
+static void
+warn_of_misfit(smp_control *control)
+{
+    char      text[SMP_MISMATCH_BYTES];
+    smp_ready run;
+    bool      missing;
+
+    if (!smp_replay_take_misfit(control->parts.replay, &run, &missing)) {
+        return;
+    }
+    smp_board_write_work(control->parts.board,
+                         &(smp_work){.microbatch = run.microbatch,
+                                     .entry = run.entry,
+                                     .phase = (int32_t)run.phase},
+                         text, sizeof(text));
+    smp_warn(
+        "static mode: a step on %s %s: %s.  It was finished in an order of its own, "
+        "and recording begins anew.",
+        control->parts.names[smp_grid_rank(&control->grid, control->grid.pipeline,
+                                           control->grid.pp_rank)],
+        missing ? "lacks work of the recorded one"
+                : "has work that is not in the recorded one, or is there later",
+        text);
+}
+
+static void
+end_replay(smp_control *control, const smp_replay_verdict *verdict)
+{
+    smp_replay_end(control->parts.replay, verdict);
+    warn_of_misfit(control);
+}
+
+smp_replay_verdict
+smp_control_end_replay(smp_control *control)
+{
+    smp_replay_verdict verdict = {0};
+
+    if (control->parts.replay != NULL) {
+        verdict = smp_replay_judge(control->parts.replay);
+        end_replay(control, &verdict);
+    }
+    return verdict;
+}
+
+/* A STEP_END came. */
+static void
+hear_verdict(smp_control *control, const smp_envelope *e)
+{
+    const smp_replay_verdict verdict = {
+        .best = e->about, .recorded = (uint32_t)e->seed, .left = (int32_t)e->number};
+
+    if (control->parts.replay != NULL && e->kind == SMP_MSG_STEP_END &&
+        !control->failed && !smp_commit_has_end(control->commit)) {
+        end_replay(control, &verdict);
+    }
+}
+
+/* ---------------------------------------------------------------- the question */
 
 /* pp_rank 0 hears whether its earlier messages have been acted on here without a
  * failure, in the same step.  Takes the message. */
@@ -210,6 +304,7 @@ hear_stage(smp_control *control, const smp_message *message)
     } else if (kind == SMP_MSG_KEY) {
         smp_control_check_calls(control, NULL);
     } else {
+        hear_word(control, message);
         smp_control_check_calls(control, control->ops.wanted(control->ctx));
         vote(control);
     }
@@ -277,6 +372,7 @@ sort_in(smp_control *control, smp_message *message)
         return;
     case SMP_MSG_STEP_END:
     case SMP_MSG_ABORT:
+        hear_verdict(control, e);
         if (smp_commit_hear_end(control->commit, message)) {
             control->failed = true; /* and the message says why */
         }
@@ -290,6 +386,7 @@ sort_in(smp_control *control, smp_message *message)
         settle(control, message);
         return;
     case SMP_MSG_SETTLED:
+        hear_word(control, message);
         smp_commit_hear_vote(control->commit);
         break;
     case SMP_MSG_KEY:
@@ -302,6 +399,11 @@ sort_in(smp_control *control, smp_message *message)
         break;
     case SMP_MSG_STILL:
         hear_still(control, message);
+        break;
+    case SMP_MSG_LEAVE:
+        if (control->parts.replay != NULL) {
+            smp_replay_leave(control->parts.replay);
+        }
         break;
     }
     smp_message_free(message);
@@ -468,7 +570,28 @@ ask_all(smp_control *control)
     }
 }
 
-/* All have answered, and rank 0 has nothing to run either.  True: the step has failed.
+/* The ranks may wait for runs of a replay that will never come: they leave it, once in
+ * a step.  False: it is something else. */
+static bool
+leave_replay(smp_control *control)
+{
+    const smp_envelope word = {.kind = SMP_MSG_LEAVE, .step = control->step};
+
+    if (control->parts.replay == NULL || control->leaves ||
+        !smp_replay_is_due(control->parts.replay)) {
+        return false;
+    }
+    control->leaves = true;
+    for (int rank = 1; rank < smp_comm_size(control->parts.comm); rank++) {
+        (void)smp_comm_send(control->parts.comm, rank, &word, sizeof(word), NULL, 0);
+    }
+    smp_replay_leave(control->parts.replay);
+    smp_detection_begin(control->detection);
+    return true;
+}
+
+/* All have answered, and rank 0 has nothing to run either.  True: the step has failed,
+ * or its replay.
  */
 static bool
 is_deadlocked(smp_control *control)
@@ -477,6 +600,9 @@ is_deadlocked(smp_control *control)
 
     switch (smp_detection_judge(control->detection, &own)) {
     case SMP_DETECTION_DEADLOCK:
+        if (leave_replay(control)) {
+            return true;
+        }
         smp_control_fail(control, smp_mismatch_write_calls(
                                       &control->grid, control->parts.names,
                                       smp_detection_answers(control->detection),
@@ -538,6 +664,7 @@ smp_control_begin(smp_control *control, uint32_t step)
     smp_detection_begin(control->detection);
     control->failed = false;
     control->failure = SMP_OK;
+    control->leaves = false;
     control->asked = 0; /* in the last step: its rounds had the same numbers */
     control->left = -1;
     control->awaited[0] = '\0';

@@ -9,6 +9,8 @@
  *     SETTLE, SETTLED, STEP_END,
  *     ABORT                           server/commit.h
  *     PROBE, STILL                    server/detection.h
+ *     LEAVE, and words of SETTLED,
+ *     ISSUED and STEP_END             server/replay.h
  *
  * Errors   A failure of the step is kept as its status; smp_control_failed() is true
  *          from then on, and smp_control_end() returns the status.
@@ -27,6 +29,7 @@
 #include "server/board.h"
 #include "server/grid.h"
 #include "server/lineup.h"
+#include "server/replay.h"
 #include "server/stage.h"
 #include "server/turns.h"
 
@@ -48,6 +51,7 @@ typedef struct {
     smp_board         *board;
     smp_backlog       *backlog;
     smp_stage         *stage;
+    smp_replay        *replay; /* NULL: no static mode */
 } smp_control_parts;
 
 /* parts, grid and ops: copied; ctx: borrowed until destroy.  SMP_ERR_NO_MEMORY. */
@@ -101,6 +105,10 @@ bool smp_control_has_voted(const smp_control *control);
 /* On pp_rank 0, with every microbatch done: whether all ranks are well and through with
  * the step.  The first call asks them. */
 bool smp_control_is_settled(smp_control *control);
+
+/* On pp_rank 0, after a good step in static mode: its end for this rank's replay, and
+ * the verdict for the others.  All zero without static mode. */
+smp_replay_verdict smp_control_end_replay(smp_control *control);
 
 /* After a failed step: waits for each stage rank's number of issued collectives.
  * False: one is missing timeout_ns after the last message. */

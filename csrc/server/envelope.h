@@ -19,18 +19,22 @@ typedef enum {
     SMP_MSG_RELEASE,      /* the forward `call` will get no backward */
     SMP_MSG_CLOSED,       /* `microbatch` is done on pp_rank 0 */
     SMP_MSG_FORWARD_DONE, /* the forward of `microbatch` is over on pp_rank 0 */
-    SMP_MSG_STEP_END,     /* the step is over; carries its outputs */
+    SMP_MSG_STEP_END,     /* the step is over; carries its outputs.  In static mode
+                             `about`, `seed` and `number`: an smp_replay_verdict */
     SMP_MSG_ABORT,        /* the step failed; carries the exception */
     SMP_MSG_PROBE,        /* pp_rank 0 is idle; are the others?  `call`: the round */
     SMP_MSG_STILL,        /* the answer of an idle rank; carries an smp_still */
     SMP_MSG_SETTLE,  /* pp_rank 0 has done every microbatch: is all well?  Carries its
                         step's description */
-    SMP_MSG_SETTLED, /* the answer of a rank without a failure */
+    SMP_MSG_SETTLED, /* the answer of a rank without a failure; in static mode with its
+                        smp_replay_word */
     SMP_MSG_KEY,     /* tp_rank 0 has issued a collective; carries its smp_key */
     SMP_MSG_ISSUED,  /* the sender makes no more collectives; it has issued `call`.
-                        To those of the same pp_rank */
+                        To those of the same pp_rank; in static mode with its
+                        smp_replay_word */
     SMP_MSG_RUNS, /* dp_rank 0's runs, to its followers; carries an smp_sequence_word */
-    SMP_MSG_LAST = SMP_MSG_RUNS,
+    SMP_MSG_LEAVE, /* all ranks wait: leave the order under replay (server/replay.h) */
+    SMP_MSG_LAST = SMP_MSG_LEAVE,
 } smp_msg_kind;
 
 /* Flags of a request: the caller's thread state, not inherited by threads. */

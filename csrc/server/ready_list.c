@@ -36,10 +36,10 @@ add_messages(smp_ready_list *list, const smp_ready_sources *sources)
 
     for (size_t i = 0; i < count; i++) {
         uint64_t            arrival;
-        const smp_envelope *e =
-            smp_message_envelope(smp_backlog_at(sources->backlog, i, &arrival));
-        const bool        response = e->kind == SMP_MSG_RESPONSE;
-        const smp_worker *w =
+        const smp_message  *message = smp_backlog_at(sources->backlog, i, &arrival);
+        const smp_envelope *e = smp_message_envelope(message);
+        const bool          response = e->kind == SMP_MSG_RESPONSE;
+        const smp_worker   *w =
             response ? smp_workers_on_call(sources->workers, e->call) : NULL;
 
         if (e->step == sources->step && (!response || w != NULL)) {
@@ -47,6 +47,8 @@ add_messages(smp_ready_list *list, const smp_ready_sources *sources)
                 (smp_ready){.kind = response ? SMP_READY_RESPONSE : SMP_READY_REQUEST,
                             .phase = (smp_phase)e->phase,
                             .microbatch = e->microbatch,
+                            .entry = response ? w->entry : e->entry,
+                            .source = message->source,
                             .call = response ? w->task : e->number,
                             .arrival = arrival,
                             .index = i};
@@ -88,6 +90,8 @@ add_workers(smp_ready_list *list, const smp_ready_sources *sources)
             list->ready[list->n++] = (smp_ready){.kind = kind,
                                                  .phase = w->phase,
                                                  .microbatch = w->microbatch,
+                                                 .entry = w->entry,
+                                                 .source = -1,
                                                  .call = w->task,
                                                  .index = w->number};
         }
@@ -98,7 +102,10 @@ static void
 add_turns(smp_ready_list *list, const smp_ready_sources *sources)
 {
     for (int phase = 0; sources->schedule != NULL && phase < SMP_PHASES; phase++) {
-        smp_ready turn = {.kind = SMP_READY_TURN, .phase = (smp_phase)phase};
+        smp_ready turn = {.kind = SMP_READY_TURN,
+                          .phase = (smp_phase)phase,
+                          .entry = -1,
+                          .source = -1};
 
         if (smp_schedule_next(sources->schedule, turn.phase, &turn.microbatch)) {
             turn.call = smp_call_of_root(turn.microbatch);

@@ -29,13 +29,6 @@ struct smp_sequence {
 };
 
 static bool
-is_same_run(const smp_ready *a, const smp_ready *b)
-{
-    return a->kind == b->kind && a->phase == b->phase &&
-           a->microbatch == b->microbatch && a->call == b->call;
-}
-
-static bool
 is_same_rest(const smp_wait *a, const smp_wait *b)
 {
     if (a->kind != b->kind || a->wanted != b->wanted ||
@@ -89,18 +82,9 @@ smp_sequence_leads(const smp_sequence *sequence)
 ptrdiff_t
 smp_sequence_find(const smp_sequence *sequence, const smp_ready *ready, size_t n)
 {
-    ptrdiff_t first = -1;
-
-    if (sequence->ran == sequence->nruns) {
-        return -1;
-    }
-    for (size_t i = 0; i < n; i++) {
-        if (is_same_run(&sequence->runs[sequence->ran].what, &ready[i]) &&
-            (first < 0 || ready[i].arrival < ready[first].arrival)) {
-            first = (ptrdiff_t)i;
-        }
-    }
-    return first;
+    return sequence->ran == sequence->nruns
+               ? -1
+               : smp_ready_find(&sequence->runs[sequence->ran].what, ready, n);
 }
 
 static smp_status
@@ -132,7 +116,7 @@ smp_sequence_run(smp_sequence *sequence, const smp_ready *next)
             return status;
         }
     }
-    assert(is_same_run(&sequence->runs[sequence->ran].what, next));
+    assert(smp_ready_is_same(&sequence->runs[sequence->ran].what, next));
     sequence->ran++;
     sequence->running = true;
     return SMP_OK;

@@ -14,6 +14,7 @@
 #include <stdlib.h>
 
 #include "common/jitter.h"
+#include "common/mix.h"
 #include "server/backlog.h"
 #include "server/baton.h"
 #include "server/calls.h"
@@ -21,28 +22,32 @@
 #include "server/control.h"
 #include "server/grid.h"
 #include "server/ready_list.h"
+#include "server/replay.h"
 #include "server/rest.h"
 #include "server/sequence.h"
 #include "server/stage.h"
 #include "server/workers.h"
 
 struct smp_server {
-    smp_comm      *comm; /* borrowed */
-    smp_grid       grid;
-    smp_server_ops ops;
-    void          *ctx;      /* borrowed */
-    smp_workers   *workers;  /* owned */
-    smp_backlog   *backlog;  /* owned */
-    smp_board     *board;    /* owned */
-    smp_stage     *stage;    /* owned */
-    smp_sequence  *sequence; /* borrowed from stage; NULL: an order of its own */
-    smp_control   *control;  /* owned */
-    smp_ready_list ready;
-    bool           overtaken; /* smp_choose()'s */
-    uint32_t       step;
-    smp_turns     *turns;    /* borrowed; NULL: no gates */
-    smp_schedule  *schedule; /* owned during a step; NULL but on pp_rank 0 */
-    uint64_t       calls;
+    smp_comm          *comm; /* borrowed */
+    smp_grid           grid;
+    smp_server_ops     ops;
+    void              *ctx;      /* borrowed */
+    smp_workers       *workers;  /* owned */
+    smp_backlog       *backlog;  /* owned */
+    smp_board         *board;    /* owned */
+    smp_stage         *stage;    /* owned */
+    smp_sequence      *sequence; /* borrowed from stage; NULL: an order of its own */
+    smp_replay        *replay;   /* owned; NULL: no static mode */
+    smp_control       *control;  /* owned */
+    smp_ready_list     ready;
+    bool               overtaken; /* smp_choose()'s */
+    uint32_t           step;
+    uint64_t           step_kind; /* for the replay */
+    smp_replay_verdict verdict;
+    smp_turns         *turns;    /* borrowed; NULL: no gates */
+    smp_schedule      *schedule; /* owned during a step; NULL but on pp_rank 0 */
+    uint64_t           calls;
     _Atomic bool interrupted; /* set by the main thread while a worker has the baton */
     smp_rest     rest;        /* the main thread's */
     int          forward;     /* where its signals go on to; -1: nowhere */
@@ -125,6 +130,66 @@ start_turn(smp_server *server, smp_worker *self, smp_phase phase, int32_t microb
     return true;
 }
 
+/* Whether runs are chosen from the ready list alone, for their order is kept. */
+static bool
+keeps_order(const smp_server *server)
+{
+    return server->sequence != NULL || server->replay != NULL;
+}
+
+/* Whether the worker of the replay's next run, if it is known, waits for it still. */
+static bool
+may_come(const smp_server *server, const smp_ready *run)
+{
+    const smp_worker *w = smp_workers_first(server->workers);
+
+    if (run->kind == SMP_READY_REQUEST || run->kind == SMP_READY_TURN) {
+        return true;
+    }
+    while (w != NULL && (w->state != SMP_WORKER_PENDING || w->task != run->call ||
+                         w->phase != run->phase)) {
+        w = w->next;
+    }
+    if (w == NULL) {
+        return false;
+    }
+    switch ((smp_wait_kind)w->wait.kind) {
+    case SMP_WAIT_GATE:
+        return run->kind == SMP_READY_GATE;
+    case SMP_WAIT_ISSUE:
+        return run->kind == SMP_READY_ISSUE;
+    case SMP_WAIT_COLLECTIVE:
+        return run->kind == SMP_READY_OVER;
+    case SMP_WAIT_OUTPUTS:
+    case SMP_WAIT_GRADIENTS:
+        return run->kind == SMP_READY_RESPONSE;
+    default:
+        return false;
+    }
+}
+
+/* The index of the ready run that this rank chooses for itself; -1: none. */
+static ptrdiff_t
+choose_freely(smp_server *server)
+{
+    const smp_ready_list *list = &server->ready;
+    smp_replay           *replay = server->replay;
+
+    if (replay != NULL && smp_replay_is_on(replay)) {
+        const ptrdiff_t  found = smp_replay_find(replay, list->ready, list->n);
+        const smp_ready *next = smp_replay_next(replay);
+
+        if (found < 0 && smp_replay_is_on(replay) && next != NULL &&
+            !may_come(server, next)) {
+            smp_replay_leave(replay);
+        }
+        if (found >= 0 || smp_replay_is_on(replay)) {
+            return found;
+        }
+    }
+    return smp_choose(list->ready, list->n, &server->overtaken);
+}
+
 /* The first one to run of the ready list.  False: none. */
 static bool
 choose(smp_server *server, smp_ready *next)
@@ -143,9 +208,12 @@ choose(smp_server *server, smp_ready *next)
 
     if (status == SMP_OK) {
         best = follows ? smp_sequence_find(server->sequence, list->ready, list->n)
-                       : smp_choose(list->ready, list->n, &server->overtaken);
+                       : choose_freely(server);
     }
-    if (best >= 0 && server->sequence != NULL) {
+    if (best >= 0 && server->replay != NULL) {
+        status = smp_replay_run(server->replay, &list->ready[best]);
+    }
+    if (status == SMP_OK && best >= 0 && server->sequence != NULL) {
         status = smp_sequence_run(server->sequence, &list->ready[best]);
     }
     if (status != SMP_OK) {
@@ -370,7 +438,7 @@ smp_server_wait(smp_server *server, uint64_t call, smp_wait_kind kind, int32_t e
     if (smp_control_failed(server->control)) {
         return SMP_ERR_CLOSED;
     }
-    if (server->sequence == NULL) {
+    if (!keeps_order(server)) {
         smp_message *early = smp_backlog_take_response(server->backlog, call);
 
         if (early != NULL) {
@@ -423,7 +491,7 @@ smp_server_await_turn(smp_server *server, int32_t gate, int32_t microbatch)
     smp_worker *self = smp_workers_self();
 
     if (server->turns == NULL ||
-        (server->sequence == NULL &&
+        (!keeps_order(server) &&
          smp_turns_may_enter(server->turns, gate, microbatch))) {
         return SMP_OK;
     }
@@ -446,7 +514,8 @@ smp_server_line_up(smp_server *server, const smp_key *key)
     if (smp_control_failed(server->control)) {
         return SMP_ERR_CLOSED;
     }
-    if (smp_lineup_may_issue(lineup, key)) {
+    if (smp_lineup_may_issue(lineup, key) &&
+        (server->sequence != NULL || server->replay == NULL)) {
         return SMP_OK;
     }
     smp_jitter();
@@ -475,7 +544,7 @@ smp_server_await_collective(smp_server *server, const smp_key *key, uint64_t bef
     if (smp_control_failed(server->control)) {
         return SMP_ERR_CLOSED;
     }
-    if (server->sequence != NULL || !atomic_load(over)) {
+    if (keeps_order(server) || !atomic_load(over)) {
         smp_jitter();
         self->over = over;
         status = wait_for(
@@ -540,7 +609,8 @@ create_control(smp_server *server, const smp_server_place *place)
                                           .names = place->names,
                                           .board = server->board,
                                           .backlog = server->backlog,
-                                          .stage = server->stage};
+                                          .stage = server->stage,
+                                          .replay = server->replay};
 
     return smp_control_create(&parts, &server->grid, &ops, server, &server->control);
 }
@@ -575,9 +645,17 @@ smp_server_create(smp_comm *comm, const smp_server_place *place, int spin_us,
     if (status != SMP_OK) {
         goto err_destroy_stage;
     }
+    if (place->recording_steps > 0 &&
+        (server->sequence == NULL || smp_sequence_leads(server->sequence))) {
+        status = smp_replay_create(place->rank, (uint32_t)place->recording_steps,
+                                   &server->replay);
+        if (status != SMP_OK) {
+            goto err_destroy_board;
+        }
+    }
     status = create_control(server, place);
     if (status != SMP_OK) {
-        goto err_destroy_board;
+        goto err_destroy_replay;
     }
     status = smp_workers_create(spin_us, run_worker, server, &server->workers);
     if (status != SMP_OK) {
@@ -594,6 +672,8 @@ err_destroy_workers:
     smp_workers_destroy(server->workers);
 err_destroy_control:
     smp_control_destroy(server->control);
+err_destroy_replay:
+    smp_replay_destroy(server->replay);
 err_destroy_board:
     smp_board_destroy(server->board);
 err_destroy_stage:
@@ -615,6 +695,7 @@ smp_server_destroy(smp_server *server)
     smp_ready_list_fini(&server->ready);
     smp_rest_fini(&server->rest);
     smp_control_destroy(server->control);
+    smp_replay_destroy(server->replay);
     smp_board_destroy(server->board);
     smp_stage_destroy(server->stage);
     smp_backlog_destroy(server->backlog);
@@ -654,6 +735,9 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
 
     *end = NULL;
     smp_control_begin(server->control, step);
+    if (server->replay != NULL) {
+        smp_replay_begin(server->replay, step, server->step_kind);
+    }
     server->step = step;
     server->overtaken = false;
     server->schedule = schedule;
@@ -669,6 +753,9 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     interrupted = await_step(server);
     smp_board_end(server->board);
     status = smp_control_end(server->control, end);
+    if (status == SMP_OK && schedule != NULL) {
+        server->verdict = smp_control_end_replay(server->control);
+    }
     if (interrupted && (status != SMP_OK || *end == NULL)) {
         status = SMP_ERR_INTERRUPTED;
     }
@@ -680,7 +767,19 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
 void
 smp_server_describe(smp_server *server, const void *bytes, size_t nbytes)
 {
+    const unsigned char *at = bytes;
+
+    server->step_kind = 0;
+    for (size_t i = 0; i < nbytes; i++) {
+        server->step_kind = smp_mix(server->step_kind, at[i]);
+    }
     smp_control_describe(server->control, bytes, nbytes);
+}
+
+smp_replay_verdict
+smp_server_verdict(const smp_server *server)
+{
+    return server->verdict;
 }
 
 void

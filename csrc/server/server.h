@@ -26,6 +26,7 @@
 #include "common/status.h"
 #include "server/board.h"
 #include "server/envelope.h"
+#include "server/replay.h"
 #include "server/schedule.h"
 #include "server/timeline.h"
 #include "server/turns.h"
@@ -60,6 +61,8 @@ typedef struct {
     int  pipelines; /* of an MP_GROUP, by tp_rank; or in_sequence of all, by dp_rank */
     bool in_sequence;         /* all ranks of a pp_rank run the same in one order
                                  (server/sequence.h) */
+    int recording_steps;      /* of static mode (server/replay.h); 0: none.  In a
+                                 sequence its leader records */
     const char *const *names; /* the ranks' names in errors, by rank of the comm */
 } smp_server_place;
 
@@ -187,6 +190,10 @@ size_t smp_server_write_deadlock(smp_server *server, char *out, size_t room);
  * thread, between steps. */
 int  smp_server_signal_fd(const smp_server *server);
 void smp_server_forward_signals(smp_server *server, int forward);
+
+/* On pp_rank 0 after a good step: the verdict to go with STEP_END; all zero without
+ * static mode. */
+smp_replay_verdict smp_server_verdict(const smp_server *server);
 
 /* The record of the last step. */
 smp_timeline *smp_server_timeline(smp_server *server);

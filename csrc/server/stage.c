@@ -132,12 +132,16 @@ smp_stage_tell_runs(smp_stage *stage)
 }
 
 void
-smp_stage_end(smp_stage *stage, bool failed)
+smp_stage_end(smp_stage *stage, bool failed, const smp_replay_word *word)
 {
-    smp_envelope word = {.kind = SMP_MSG_ISSUED,
-                         .flags = failed ? SMP_FLAG_FAILED : 0,
-                         .step = stage->step,
-                         .call = smp_lineup_issued(stage->lineup)};
+    const uint64_t issued = smp_lineup_issued(stage->lineup);
+    struct {
+        smp_envelope    envelope;
+        smp_replay_word word;
+    } message = {.envelope = {.kind = SMP_MSG_ISSUED,
+                              .flags = failed ? SMP_FLAG_FAILED : 0,
+                              .step = stage->step,
+                              .call = issued}};
 
     if (smp_lineup_has_ended(stage->lineup, stage->grid.pipeline)) {
         return;
@@ -146,8 +150,12 @@ smp_stage_end(smp_stage *stage, bool failed)
         smp_stage_tell_runs(stage);
     }
     stage->in_order = !failed;
-    smp_lineup_end(stage->lineup, stage->grid.pipeline, word.call);
-    send_to_others(stage, &word, sizeof(word));
+    smp_lineup_end(stage->lineup, stage->grid.pipeline, issued);
+    if (word != NULL) {
+        message.word = *word;
+    }
+    send_to_others(stage, &message,
+                   word == NULL ? sizeof(message.envelope) : sizeof(message));
 }
 
 /* tp_rank 0 has issued a collective. */

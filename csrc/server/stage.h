@@ -16,6 +16,7 @@
 #include "common/status.h"
 #include "server/grid.h"
 #include "server/lineup.h"
+#include "server/replay.h"
 #include "server/sequence.h"
 
 typedef struct smp_stage smp_stage;
@@ -46,8 +47,9 @@ uint64_t smp_stage_completed(const smp_stage *stage);
 /* Tells the followers the next word of a sequence's leader. */
 void smp_stage_tell_runs(smp_stage *stage);
 
-/* Tells, once a step, of the end of this rank's collectives. */
-void smp_stage_end(smp_stage *stage, bool failed);
+/* Tells, once a step, of the end of this rank's collectives.  word: of static mode;
+ * NULL: none. */
+void smp_stage_end(smp_stage *stage, bool failed, const smp_replay_word *word);
 
 /* Acts on a KEY, RUNS or ISSUED of this step; the message stays the caller's.
  * SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY. */

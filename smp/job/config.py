@@ -244,7 +244,6 @@ ALIASES = {"partitions": "pipeline_parallel_degree", "_prescaled_batch": "presca
 # Parameters not built yet: (parameter, asks for it, its effect).
 _NOT_BUILT: list[tuple[str, Callable[[Any], bool], str]] = [
     ("sharded_data_parallel_degree", lambda v: v > 1, "sharded data parallelism"),
-    ("static_mode", bool, "static mode"),
     ("pipeline", lambda v: v == "zero_bubble", "the zero-bubble schedule"),
 ]
 

@@ -73,6 +73,7 @@ def _open(rt: Runtime) -> None:
         rt.cfg.watchdog_end_s,
         tuple(map(rt.name_of, rt.core_group)),
         rt.in_sequence,
+        rt.cfg.static_mode_recording_steps if rt.cfg.static_mode else 0,
     )
     rt.core_is_open = True
     _core.connect(_exchange(rt, card), CONNECT_TIMEOUT_MS)

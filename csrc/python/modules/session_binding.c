@@ -19,10 +19,10 @@
 #include "python/values/registry.h"
 
 /* open(rank, size, pipelines, pool_bytes, device_pool_bytes, spin_us, transports,
- * interface, job, report_s, end_s, names, in_sequence=False) -> the address card.  rank
- * and size: of all pipelines, as pipeline * pp_size + pp_rank.  report_s and end_s are
- * the watchdog's limits, 0 for none.  names, a tuple of str: the ranks' names in
- * messages, by rank. */
+ * interface, job, report_s, end_s, names, in_sequence=False, recording_steps=0) -> the
+ * address card.  rank and size: of all pipelines, as pipeline * pp_size + pp_rank.
+ * report_s and end_s are the watchdog's limits, 0 for none.  recording_steps: 0 for no
+ * static mode.  names, a tuple of str: the ranks' names in messages, by rank. */
 static PyObject *
 py_open(PyObject *module, PyObject *args)
 {
@@ -38,14 +38,16 @@ py_open(PyObject *module, PyObject *args)
     double          end_s;
     int             pipelines;
     int             in_sequence = false;
+    int             recording_steps = 0;
     int             own;
     PyObject       *rank_names;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iiinnizzsddO!|p", &config.rank, &config.size,
+    if (!PyArg_ParseTuple(args, "iiinnizzsddO!|pi", &config.rank, &config.size,
                           &pipelines, &pool, &device_pool, &config.spin_us,
                           &config.transports, &config.interface, &job, &report_s,
-                          &end_s, &PyTuple_Type, &rank_names, &in_sequence)) {
+                          &end_s, &PyTuple_Type, &rank_names, &in_sequence,
+                          &recording_steps)) {
         return NULL;
     }
     if (session->comm != NULL) {
@@ -79,6 +81,7 @@ py_open(PyObject *module, PyObject *args)
                                &(smp_server_place){.rank = config.rank,
                                                    .pipelines = pipelines,
                                                    .in_sequence = session->in_sequence,
+                                                   .recording_steps = recording_steps,
                                                    .names = smp_rank_names()},
                                config.spin_us < 0 ? 0 : config.spin_us,
                                &smp_session_ops, session, &session->server);
@@ -485,7 +488,7 @@ py_mix(PyObject *module, PyObject *args)
 static PyMethodDef functions[] = {
     {"open", py_open, METH_VARARGS,
      "open(rank, size, pipelines, pool_bytes, device_pool_bytes, spin_us, transports, "
-     "interface, job, report_s, end_s, names, in_sequence=False)"
+     "interface, job, report_s, end_s, names, in_sequence=False, recording_steps=0)"
      " -> card"},
     {"signal_fd", py_signal_fd, METH_NOARGS, "-> for signal.set_wakeup_fd"},
     {"forward_signals", py_forward_signals, METH_O, "forward_signals(fd)"},

@@ -31,6 +31,13 @@ smp_session_send_to_all(smp_msg_kind kind, PyObject *value)
     const int    last = abort ? smp_comm_size(session->comm) : first + session->size;
     const int    own = smp_session_rank_of_comm(session->rank);
 
+    if (!abort) {
+        const smp_replay_verdict verdict = smp_server_verdict(session->server);
+
+        envelope.about = verdict.best;
+        envelope.seed = verdict.recorded;
+        envelope.number = (uint64_t)verdict.left;
+    }
     for (int rank = first; rank < last; rank++) {
         if (rank == own || smp_session_send_to_one(rank, &envelope, value) == 0) {
             continue;
