@@ -73,8 +73,8 @@ def open(
     rank, size: of all pipelines.  pool_bytes: 0: a quarter of the machine's memory.  spin_us:
     the spinning of a wait; -1: the core decides.  transports: "shm,tcp", None: all.  job: the
     ranks' common secret.  report_s, end_s: the watchdog's limits, 0: none.  names: of the ranks
-    in messages, by rank.  in_sequence: all replicas run in one order.  recording_steps: of static
-    mode; 0: none.
+    in messages, by rank.  in_sequence: all replicas run in one order.  recording_steps: of
+    static mode; 0: none.
 
     RuntimeError: the session is open.  ValueError, MemoryError, RuntimeError: a status.
     """
