@@ -2,9 +2,7 @@
 every rank, and a step unlike the recorded ones ends in its own order, with one warning."""
 
 import os
-import random
 import re
-import time
 import warnings
 
 import pytest
@@ -32,7 +30,6 @@ JOBS = {
 
 @module_of(lambda: {"up": nn.Linear(WIDTH, WIDTH), "down": nn.Linear(WIDTH, WIDTH)})
 def Block(self, x):
-    time.sleep(random.SystemRandom().random() / 1000)
     return self.down(torch.tanh(self.up(x)))
 
 

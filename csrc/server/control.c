@@ -132,7 +132,7 @@ end_collectives(smp_control *control)
 {
     smp_replay *replay = control->parts.replay;
 
-    if (replay == NULL) {
+    if (replay == NULL || control->failed) { /* perhaps before its first step */
         smp_stage_end(control->parts.stage, control->failed, NULL);
     } else {
         const smp_replay_word word = smp_replay_tell(replay);
@@ -176,7 +176,8 @@ hear_word(smp_control *control, const smp_message *message)
     const smp_envelope *e = smp_message_envelope(message);
     smp_replay_word     word;
 
-    if (control->parts.replay == NULL || message->nbytes != sizeof(*e) + sizeof(word)) {
+    if (control->parts.replay == NULL || control->failed ||
+        message->nbytes != sizeof(*e) + sizeof(word)) {
         return;
     }
     memcpy(&word, message->bytes + sizeof(*e), sizeof(word));
@@ -401,7 +402,7 @@ sort_in(smp_control *control, smp_message *message)
         hear_still(control, message);
         break;
     case SMP_MSG_LEAVE:
-        if (control->parts.replay != NULL) {
+        if (control->parts.replay != NULL && !control->failed) {
             smp_replay_leave(control->parts.replay);
         }
         break;

@@ -12,14 +12,6 @@
 /* The most calls of a chain, but the first. */
 #define SMP_CHAIN_MOST 63
 
-/* A further call, on the wire. */
-typedef struct {
-    uint64_t seed;
-    uint64_t number; /* server/calls.h */
-    int32_t  entry;
-    uint32_t nsources;
-} smp_chain_head;
-
 typedef struct {
     smp_link         *links[SMP_CHAIN_MOST]; /* borrowed */
     smp_follower     *calls[SMP_CHAIN_MOST]; /* owned, until smp_chain_let_go() */

@@ -45,6 +45,14 @@ smp_chain_is_output(smp_chain_source source)
     return source & 1;
 }
 
+/* A further call, on the wire. */
+typedef struct {
+    uint64_t seed;
+    uint64_t number; /* server/calls.h */
+    int32_t  entry;
+    uint32_t nsources;
+} smp_chain_head;
+
 /* One call by this rank's Python. */
 typedef struct {
     int32_t   entry;

@@ -339,7 +339,8 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         failed = smp_pack_value(&pack, state);
     }
     if (failed == 0 && self->nstretches > 0) {
-        failed = smp_pass_pack_gradients(&pack, self, args + 1);
+        failed =
+            smp_pass_pack_gradients(&pack, self->stretches, self->nstretches, args + 1);
     }
     self->backward = smp_server_next_call(session->server);
     envelope =

@@ -17,18 +17,9 @@
 #ifndef SMP_PYTHON_MODULES_NODES_H
 #define SMP_PYTHON_MODULES_NODES_H
 
+#include "python/modules/stretch.h"
 #include "python/values/pack.h"
 #include "python/values/torch_api.h"
-
-/* One owner's calls in a chain of several owners (passing.h), as their caller has them.
- */
-typedef struct {
-    int      owner; /* pp_rank */
-    uint64_t call;
-    uint64_t number;   /* of its first call */
-    size_t   first;    /* its first call's number in the chain */
-    size_t   noutputs; /* of all of its calls, in the graph */
-} smp_stretch;
 
 /* One remote call, kept alive by its two nodes: the script may keep these longer than
  * the session's entries. */

@@ -483,17 +483,17 @@ make_lists(size_t n)
 }
 
 int
-smp_pass_pack_gradients(smp_pack *pack, const smp_call_object *call,
+smp_pass_pack_gradients(smp_pack *pack, const smp_stretch *stretches, size_t nstretches,
                         PyObject *const *gradients)
 {
-    const size_t before = call->nstretches - 1;
+    const size_t before = nstretches - 1;
     PyObject    *lists = make_lists(before);
     PyObject    *terms = make_lists(before + 1);
     PyObject    *passed;
     int          failed = lists == NULL || terms == NULL ? -1 : 0;
 
     for (size_t i = 0; i < before; i++) {
-        for (size_t j = 0; failed == 0 && j < call->stretches[i].noutputs; j++) {
+        for (size_t j = 0; failed == 0 && j < stretches[i].noutputs; j++) {
             failed = PyList_Append(PyList_GET_ITEM(lists, (Py_ssize_t)i), *gradients++);
         }
     }

@@ -19,8 +19,8 @@
 #define SMP_PYTHON_MODULES_PASSING_H
 
 #include "python/modules/context.h"
-#include "python/modules/nodes.h"
 #include "python/modules/served.h"
+#include "python/modules/stretch.h"
 
 /* ------------------------------------------------------------------------ forward */
 
@@ -67,8 +67,8 @@ uint64_t smp_pass_unreached(const smp_served_chain *chain, const smp_context *co
 /* Appends the gradients of all but the last stretch to the caller's request.
  *
  * gradients  of the outputs of the whole chain in the graph. */
-int smp_pass_pack_gradients(smp_pack *pack, const smp_call_object *call,
-                            PyObject *const *gradients);
+int smp_pass_pack_gradients(smp_pack *pack, const smp_stretch *stretches,
+                            size_t nstretches, PyObject *const *gradients);
 
 /* Gradients on their way from owner to owner. */
 typedef struct {

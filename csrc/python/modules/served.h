@@ -5,7 +5,7 @@
 #ifndef SMP_PYTHON_MODULES_SERVED_H
 #define SMP_PYTHON_MODULES_SERVED_H
 
-#include "python/modules/chain_plan.h"
+#include "python/modules/links.h"
 #include "python/modules/task.h"
 #include "python/values/pack.h"
 #include "python/values/unpack.h"
