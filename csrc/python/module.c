@@ -8,10 +8,10 @@
 #include "python/modules/call.h"
 #include "python/modules/chain.h"
 #include "python/modules/context.h"
+#include "python/modules/fetch.h"
 #include "python/modules/gradients.h"
 #include "python/modules/lineup.h"
 #include "python/modules/nodes.h"
-#include "python/modules/placeholders.h"
 #include "python/modules/serve_chain.h"
 #include "python/modules/session_binding.h"
 #include "python/modules/step.h"
@@ -42,7 +42,7 @@ module_exec(PyObject *module)
         smp_session_binding_add(module) < 0 || smp_codec_add(module) < 0 ||
         smp_nodes_add(module) < 0 || smp_step_add(module) < 0 ||
         smp_call_add(module) < 0 || smp_context_add(module) < 0 ||
-        smp_chain_add(module) < 0 || smp_placeholders_add(module) < 0 ||
+        smp_chain_add(module) < 0 || smp_fetch_add(module) < 0 ||
         smp_serve_chain_add(module) < 0 || smp_gradients_add_functions(module) < 0 ||
         smp_python_add_comm(module) < 0 || smp_comm_add(module) < 0 ||
         smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||

@@ -13,7 +13,4 @@
  * exception. */
 int smp_placeholders_fetch(PyObject *list);
 
-/* Adds the functions.  0, or -1 with an exception. */
-int smp_placeholders_add(PyObject *module);
-
 #endif
