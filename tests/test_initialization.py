@@ -131,13 +131,15 @@ def test_the_core_is_opened_as_it_is_configured(monkeypatch):
             "comm_interface": "127.0.0.1",
             "watchdog_report_s": 50.0,
             "watchdog_end_s": 100.0,
+            "static_mode": True,
         }
     )
-    [[*place, pool, device_pool, _, transports, interface, _, report, end, names, _]] = given
+    [call] = given
+    *place, pool, device_pool, _, transports, interface, _, report, end, names, _, steps = call
     assert place == [smp.rank(), 2, 1] and names == ("pp_rank 0", "pp_rank 1")
     assert (pool, device_pool) == (8 << 20, 4 << 20)
     assert (transports, interface) == ("shm,tcp", "127.0.0.1")
-    assert (report, end) == (50.0, 100.0)
+    assert (report, end, steps) == (50.0, 100.0, 5)
 
 
 @on_ranks(4)
