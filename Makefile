@@ -178,9 +178,8 @@ $(HF)/.ready: $(VENV)/.ready
 # A sample of the tests with the oldest PyTorch that is supported (smp/torch_versions.py) and with
 # the newest that pip finds.  Their environments stay in COMPAT, and take all else from .venv.
 COMPAT ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/smp-compat
-COMPAT_TESTS := $(addprefix tests/test_, torch_versions.py equality.py step.py data_parallel.py \
-    collectives.py collective_profiles.py tensor_parallel_trees.py tensor_parallel_checkpoints.py \
-    state_dicts.py tracing.py through_host.py demo.py)
+COMPAT_TESTS := $(addprefix tests/test_, torch_versions.py equality.py step.py buckets.py \
+    comm_hooks.py tensor_parallel_trees.py state_dicts.py tracing.py demo.py)
 
 compat: compat-oldest compat-newest
 
