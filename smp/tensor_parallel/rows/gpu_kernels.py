@@ -34,16 +34,21 @@ class _Forced(threading.local):  # autograd's threads do not have it
 _forced = _Forced()
 
 
-def usable(device: torch.device, dtype: torch.dtype, trials: Trials) -> bool:
+def usable(
+    device: torch.device, dtype: torch.dtype, trials: Trials, ahead: bool = True
+) -> bool:
     """Whether the core's kernels serve tensors of the dtype on the device.
 
     Args:
+        ahead: False: torch's operators were the faster ones, and serve but in a trial.
         trials: each kernel's trial there, by its name.  A trial is a function from the dtype of
             computing to outputs and gradients.  The functions in it choose between the core and
             torch's operators by `usable`.
     """
     if _forced.to is not None:
         return _forced.to
+    if not ahead:
+        return False
     known = _known.get((device, dtype))
     if known is not None:
         return known

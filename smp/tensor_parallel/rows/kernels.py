@@ -3,6 +3,8 @@
 The C core (``csrc/tp_kernels``) takes tensors of float32, float16 or bfloat16 in host memory,
 or on a GPU with kernels (``gpu_kernels.py``).  It computes in float32.  Others, and all while a
 model is compiled, go through torch's operators, with the same meaning and the same dropout.
+On a GPU torch serves also where its operators were ahead of the kernels (an H100): norms,
+embeddings, sums without dropout, and sums of columns.
 """
 
 from __future__ import annotations
@@ -106,7 +108,9 @@ def _philox(index: Tensor, seed: int) -> Tensor:
 _NONE = Dropout(0, 0)
 
 
-def _in_c(first: Tensor, *rest: Tensor | None, ids: Tensor | None = None) -> bool:
+def _in_c(
+    first: Tensor, *rest: Tensor | None, ids: Tensor | None = None, ahead_on_gpu: bool = True
+) -> bool:
     """Whether the core takes these tensors together; ``ids``: of int64, beside them."""
     device, dtype = first.device, first.dtype
     if type(first) not in _PLAIN or dtype not in _DTYPES or torch.compiler.is_compiling():
@@ -115,7 +119,7 @@ def _in_c(first: Tensor, *rest: Tensor | None, ids: Tensor | None = None) -> boo
         if t is not None and (type(t) not in _PLAIN or t.dtype != dtype or t.device != device):
             return False
     return (ids is None or ids.device == device) and (
-        device.type == "cpu" or gpu_kernels.usable(device, dtype, _trials)
+        device.type == "cpu" or gpu_kernels.usable(device, dtype, _trials, ahead_on_gpu)
     )
 
 
@@ -158,9 +162,12 @@ class _Residual(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad.contiguous()
         grad_x = torch.empty_like(grad)
-        grad_bias = grad.new_empty(ctx.columns) if ctx.needs_input_grad[1] else None
+        sums_in_c = ctx.needs_input_grad[1] and grad.device.type == "cpu"
+        grad_bias = grad.new_empty(ctx.columns) if sums_in_c else None
         drop = ctx.drop.placed(ctx.columns)
         _core.tp_residual_backward(*_rows(grad), drop, grad, grad_x, grad_bias)
+        if ctx.needs_input_grad[1] and not sums_in_c:
+            grad_bias = grad_x.view(_rows(grad)).sum(0)
         return grad_x, grad_bias, grad if ctx.needs_input_grad[2] else None, None
 
 
@@ -175,7 +182,7 @@ def bias_dropout_residual(
     drop = drop or _NONE
     _check_shape("bias", bias, x.shape[-1:], "x", x)
     _check_shape("residual", residual, x.shape, "x", x)
-    if _in_c(x, bias, residual):
+    if _in_c(x, bias, residual, ahead_on_gpu=drop.p > 0):
         return _Residual.apply(x, bias, residual, drop)
     y = x if bias is None else x + bias
     if drop.p:
@@ -272,7 +279,7 @@ def bias_dropout_residual_layer_norm(
     for name, tensor in (("bias", bias), ("weight", weight), ("shift", shift)):
         _check_shape(name, tensor, x.shape[-1:], "x", x)
     _check_shape("residual", residual, x.shape, "x", x)
-    if _in_c(x, bias, residual, weight, shift):
+    if _in_c(x, bias, residual, weight, shift, ahead_on_gpu=False):
         return _Norm.apply(x, bias, residual, weight, shift, eps, drop)
     total = bias_dropout_residual(x, bias, residual, drop)
     return torch.layer_norm(total, x.shape[-1:], weight, shift, eps), total
@@ -576,7 +583,7 @@ class _Embedding(torch.autograd.Function):
         table, ids = table.contiguous(), ids.long().contiguous()
         ctx.save_for_backward(ids)
         ctx.settings = (tuple(table.shape), start, padding, sparse)
-        if _in_c(table, ids=ids):
+        if _in_c(table, ids=ids, ahead_on_gpu=False):
             out = table.new_empty(*ids.shape, table.shape[1])
             rows, columns = table.shape
             _core.tp_gather(ids.numel(), rows, columns, start, table, ids, out)
