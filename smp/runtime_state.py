@@ -110,6 +110,10 @@ class CoreTables:
 
     parameters: list[nn.Parameter] = field(default_factory=list)  # local, by ledger's number
     entry_flags: bytes = b""  # by entry: remote_modules.TRAINS and CHAINS
+    holders: list[dict[str, nn.Parameter | None]] = field(
+        default_factory=list
+    )  # modules' own parameters
+    hooked: set[int] = field(default_factory=set)  # ids of those with a hook of the core's
     grad_flags: bytes = b""  # by parameter, at the making of entry_flags
     grad_told: str = ""  # ... in words
     gates: array = field(default_factory=lambda: array("i"))  # calls a microbatch, 0: unknown

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp import _core, memory, ranks
 from smp.collectives.objects import refuse_if_forked
@@ -191,6 +191,7 @@ class Step:
         self.given: tuple[tuple, dict] = (), {}
         self.calls: list[tuple[tuple, dict]] = []
         self.outputs: list[Any] = []
+        self.parameters: list[nn.Parameter] = []  # of all models, as the step begins
         self.reduction: Reduction | None = None  # gradients are exchanged after the step
         self.before: StepState | None = None
         self.description: tuple | None = None  # of the step's failure
@@ -419,7 +420,8 @@ class Step:
         )
         refused = self._split_as_others(refused)
         self.outputs = [None] * self.count
-        if core_tables.requires_grad_flags(models) != rt.tables.grad_flags:
+        self.parameters = core_tables.parameters_now(rt.tables)
+        if core_tables.requires_grad_flags(self.parameters) != rt.tables.grad_flags:
             core_tables.install_gradients(rt, models)
         try:
             plan = self._plan(refused)
@@ -558,11 +560,10 @@ class Step:
         Raises:
             NotImplementedError: a parameter has a hook in need of the sum.
         """
-        ours = set(map(id, self.rt.tables.parameters))  # have a hook of the core's
-        for one in live_models.living():
+        hooked = core_tables.with_hook_on_sum(self.parameters, self.rt.tables.hooked)
+        for one in live_models.partitioned() if hooked is not None else ():
             for name, parameter in one.module.named_parameters():
-                there = getattr(parameter, "_post_accumulate_grad_hooks", None)
-                if there and len(there) > (id(parameter) in ours):
+                if parameter is hooked:
                     raise NotImplementedError(
                         f"smp: parameter '{name}' has a register_post_accumulate_grad_hook, "
                         "which would see parts of its gradient: with pipeline parallelism it "

@@ -4,6 +4,7 @@ from array import array
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import Tensor, nn
 
 from smp import _core
@@ -11,7 +12,7 @@ from smp.marks import CHECKPOINTED
 from smp.modules import live_models, remote_modules
 from smp.modules.live_models import LiveModel, parts_of
 from smp.precision import conversion
-from smp.runtime_state import Runtime
+from smp.runtime_state import CoreTables, Runtime
 from smp.slicing import parameter_marks
 
 
@@ -74,8 +75,8 @@ def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:
             chains = chains and rt.cfg.fast_mode
             # A chain keeps its calls' outputs on the device, in case the caller wants them.
             if chains and rt.cfg.offload_activations:
-                every = (m for member in members for m in member.modules())
-                chains = not any(hasattr(type(m), CHECKPOINTED) for m in every)
+                inner = (m for member in members for m in member.modules())
+                chains = not any(hasattr(type(m), CHECKPOINTED) for m in inner)
             flags.append(trains | remote_modules.CHAINS * chains)
             uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
             first.append(len(uses))
@@ -84,14 +85,43 @@ def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:
     tables = rt.tables
     tables.parameters = local
     tables.entry_flags = bytes(flags)
-    tables.grad_flags = of_all = requires_grad_flags(models)
+    every = (module for model in models for module in model.module.modules())
+    tables.holders = [module._parameters for module in every if module._parameters]
+    tables.hooked = set(map(id, local))
+    tables.grad_flags = requires_grad_flags(parameters_now(tables))
+    of_all = bytes(p.requires_grad for m in models for p in m.module.parameters())
     some = f"{sum(of_all)} of {len(of_all)} parameters require grad"
     tables.grad_told = f"{some} ({crc32(of_all):08x})"
 
 
-def requires_grad_flags(models: list[LiveModel]) -> bytes:
-    """One byte a parameter: whether it requires grad now."""
-    return bytes(p.requires_grad for m in models for p in m.module.parameters())
+def parameters_now(tables: CoreTables) -> list[nn.Parameter]:
+    """Those of all models, in each module that has them; each step's look at all of them.
+
+    A module may have another one by now, in the same dict.
+    """
+    return [p for its in tables.holders for p in its.values() if p is not None]
+
+
+def requires_grad_flags(parameters: list[nn.Parameter]) -> bytes:
+    """One byte for each: whether it requires grad now."""
+    with torch._C.DisableTorchFunctionSubclass():  # it would be 100 times slower
+        return bytes([p.requires_grad for p in parameters])
+
+
+def with_hook_on_sum(parameters: list[nn.Parameter], hooked: set[int]) -> nn.Parameter | None:
+    """One with a ``register_post_accumulate_grad_hook`` of the script's.
+
+    Args:
+        hooked: ids of those with a hook of the core's.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [
+            p
+            for p in parameters
+            if (there := p._post_accumulate_grad_hooks)
+            and (len(there) > 1 or id(p) not in hooked)  # type: ignore[arg-type]
+        ]
+    return found[0] if found else None
 
 
 def _sum_of_layouts(total: Tensor, term: Tensor) -> Tensor:
