@@ -28,6 +28,7 @@ BENCHMARKS = TESTS.parent / "benchmarks"
             "| data parallel |",
         ),
         ("gather_lengths", ["--rounds", "1"], "| unknown |"),
+        ("sleeping_stages", ["--rounds", "1", "--block-ms", "1"], "| 8 | chains |"),
     ],
 )
 def test_benchmarks_of_two_ranks_run_short(name, options, shows):
