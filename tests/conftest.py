@@ -4,8 +4,8 @@ two tiers, and shows where the time went.
 The gate is what every change passes, and a plain ``pytest`` runs: quick, and no verdict of it
 depends on the machine's pace.  The rest is marked ``stress`` (``pytest -m stress``; a test by
 its name: ``pytest -m "" ...``).  Of a test with many cases, ``@pytest.mark.sample(n)`` leaves
-so many in the gate, and as many others in stress (``SEEDS=5``: five times that); what is
-beyond is marked ``wide``.
+so many in the gate, and half as many others in stress (``SEEDS=5``: five times that); what
+is beyond is marked ``wide``.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             sampled.setdefault((item.path, item.originalname), []).append(item)
     for cases in sampled.values():
         count = min(case.get_closest_marker("sample").args[0] for case in cases)
-        chosen = sample(cases, count * (1 + ranks.SEEDS))
+        chosen = sample(cases, count + (count * ranks.SEEDS + 1) // 2)
         for case in chosen[count:]:
             case.add_marker("stress")
         for case in set(cases) - set(chosen):
