@@ -116,6 +116,8 @@ class Blocks(nn.Module):
                     x = x + kept[1] + kept[2]
             elif self.way == "cache":
                 x = block(x, mask, cache=cache)
+            elif self.way == "itself for a mask":
+                x = block(x, x)
             elif self.way.startswith("two masks"):
                 mine = masks[i % 2]
                 if late and self.way.endswith("in place"):
@@ -136,6 +138,7 @@ WAYS = (
     "plain", "pairs", "keywords", "drops", "another argument", "another value", "in place",
     "mask in place", "draws", "hooked", "no grad", "keeps", "changes", "raises", "catches",
     "shares", "uses what it shares", "touches", "touches later", "cache", "sets",
+    "itself for a mask",
     "two masks", "two masks, in place", "two masks, another one", "two masks, with grad",
 )  # fmt: skip
 
