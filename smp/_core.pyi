@@ -224,6 +224,9 @@ def timeline() -> list[tuple[int, int, int, int, int, int]]:
 
 # --------------------------------------------------------------- calls of remote modules
 
+def given(args: tuple[Any, ...], kwargs: dict[str, Any], /) -> None:
+    """The arguments of a model: its tensors may go ahead to calls foreseen on other ranks."""
+
 def module_call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """``__call__`` of a module on another rank; binds like a method.
 

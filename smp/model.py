@@ -248,6 +248,8 @@ class DistributedModel(live_models.LiveModel):
     @not_traced("a model that smp distributes", and_all_below=False)
     def _smp_run(self, *args: Any, **kwargs: Any) -> Any:
         rt = self._smp_record.rt
+        if rt.pp_size > 1:
+            _core.given(args, kwargs)
         if group.size() == 1 or rt.step.is_traced:
             return self._smp_module(*args, **kwargs)
         some = next(self._smp_module.parameters(), None)

@@ -229,6 +229,62 @@ def test_a_chain_is_one_request():
         assert sent[True]["bytes"] < 0.55 * sent[False]["bytes"]
 
 
+class Labelled(nn.Module):
+    """Blocks of another rank, and a head there, which gets the root's own argument."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.nested = Block(), nested
+
+    def forward(self, x, labels):
+        mask = torch.ones_like(x)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x, labels["of"][1] if self.nested else labels)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_argument_of_the_root_goes_ahead_to_the_last_call_of_a_chain(nested, changes):
+    bits, messages = {}, {}
+    for fast in (False, True):
+        smp.init({"pipeline_parallel_degree": -1, "microbatches": 2, "fast_mode": fast})
+        torch.manual_seed(0)
+        net = Labelled(nested)
+        last = smp.pp_size() - 1
+        for at, block in enumerate((*net.blocks, net.head)):
+            smp.set_partition(block, 1 if at < 2 else last)
+        smp.set_partition(net, 0)
+        model = smp.DistributedModel(net)
+
+        @smp.step
+        def step(model, x, labels, number):
+            if changes and number == 2:
+                labels = labels * 2
+                with torch.no_grad():
+                    x.mul_(2)
+            given = {"of": [x, labels]} if nested else labels
+            loss = model(x, given).square().mean()
+            model.backward(loss)
+            return loss
+
+        for number in range(4):
+            x, labels = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+            before = _core.counters()["messages"]
+            losses = step(model, x, labels, number)
+            messages[fast] = _core.counters()["messages"] - before
+        grads = [p.grad for p in model.local_parameters()]
+        bits[fast] = [t.clone() for t in (losses.stack(), *grads) if t is not None]
+        rank, size = smp.pp_rank(), smp.pp_size()
+        smp.shutdown()
+    for one, other in zip(bits[True], bits[False], strict=True):
+        assert torch.equal(one, other)
+    if rank == 0 and size == 2:  # one request of each microbatch; two would be 14
+        assert messages[True] <= 10 < messages[False]
+
+
 LOOKS = {
     "repr": (lambda x: repr(x.detach()), True),
     "item": (lambda x: x.sum().item(), True),

@@ -580,7 +580,23 @@ py_touch_output(PyObject *unused, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* given(args, kwargs): the arguments of a model, in its step function. */
+static PyObject *
+py_given(PyObject *module, PyObject *args)
+{
+    PyObject *given;
+    PyObject *kwargs;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &given, &PyDict_Type, &kwargs) ||
+        (smp_this_task != NULL && smp_history_give(smp_this_task, given, kwargs) < 0)) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"given", py_given, METH_VARARGS, "given(args, kwargs)"},
     {"touch_output", py_touch_output, METH_VARARGS,
      "touch_output(tensor, call, link): the caller uses an output of a chain"},
     {NULL, NULL, 0, NULL},

@@ -19,16 +19,18 @@ smp_call_draw(smp_call_site *site)
     return 0;
 }
 
-/* An argument of a call before the chain (borrowed); NULL: it is gone, has changed, or
- * the source of the plan's call is in the chain. */
+/* An argument of a call before the chain, or the task's own (borrowed); NULL: it is
+ * gone, has changed, or the source of the plan's call is in the chain. */
 static PyObject *
 past_source(const smp_task *task, size_t call, smp_chain_source source)
 {
     const unsigned back = smp_chain_back(source);
 
-    return back <= call
-               ? NULL
-               : smp_history_at(task, back - call - 1, smp_chain_number(source));
+    if (back == SMP_CHAIN_OF_REQUEST || back <= call) {
+        return NULL;
+    }
+    return smp_history_at(task, back == SMP_HISTORY_GIVEN ? back : back - call - 1,
+                          smp_chain_number(source));
 }
 
 /* Its first calls alone are left. */

@@ -16,6 +16,8 @@ typedef struct {
 typedef struct smp_history {
     past_call calls[SMP_HISTORY_FARTHEST + 1]; /* by count, round and round */
     size_t    count;
+    PyObject *args;   /* owned: the task's; NULL: none */
+    PyObject *kwargs; /* owned; NULL: none */
 } smp_history;
 
 long
@@ -45,8 +47,79 @@ smp_history_forget(smp_task *task)
         free(history->calls[i].weak);
         free(history->calls[i].versions);
     }
+    if (history != NULL) {
+        Py_XDECREF(history->args);
+        Py_XDECREF(history->kwargs);
+    }
     free(history);
     task->history = NULL;
+}
+
+/* NULL with an exception. */
+static smp_history *
+history_of(smp_task *task)
+{
+    if (task->history == NULL) {
+        task->history = calloc(1, sizeof(*task->history));
+    }
+    if (task->history == NULL) {
+        PyErr_NoMemory();
+    }
+    return task->history;
+}
+
+int
+smp_history_give(smp_task *task, PyObject *args, PyObject *kwargs)
+{
+    smp_history *history = history_of(task);
+
+    if (history == NULL) {
+        return -1;
+    }
+    Py_XSETREF(history->args, Py_NewRef(args));
+    Py_XSETREF(history->kwargs, Py_XNewRef(kwargs));
+    return 0;
+}
+
+/* Goes through the tensors of a value, as they stand, until the wanted one, or the one
+ * after so many (borrowed); NULL: it is not there.  *number: counts them. */
+static PyObject *
+walk(PyObject *value, const PyObject *wanted, size_t end, size_t *number)
+{
+    PyObject  *found = NULL;
+    PyObject  *key;
+    PyObject  *item;
+    Py_ssize_t at = 0;
+
+    if (value == NULL) {
+        return NULL;
+    }
+    if (smp_is_tensor(value)) {
+        found = wanted == NULL    ? (*number == end ? value : NULL)
+                : value == wanted ? value
+                                  : NULL;
+        *number += found == NULL;
+    } else if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) {
+        for (; found == NULL && at < PySequence_Fast_GET_SIZE(value); at++) {
+            found = walk(PySequence_Fast_GET_ITEM(value, at), wanted, end, number);
+        }
+    } else if (PyDict_CheckExact(value)) {
+        while (found == NULL && PyDict_Next(value, &at, &key, &item)) {
+            found = walk(item, wanted, end, number);
+        }
+    }
+    return found;
+}
+
+static PyObject *
+walk_given(const smp_history *history, const PyObject *wanted, size_t end,
+           size_t *number)
+{
+    PyObject *found;
+
+    *number = 0;
+    found = walk(history->args, wanted, end, number);
+    return found == NULL ? walk(history->kwargs, wanted, end, number) : found;
 }
 
 /* The arguments of the call so many before the last one; NULL: none is known. */
@@ -64,11 +137,7 @@ smp_history_add(smp_task *task, const smp_pack *pack)
 {
     past_call *past;
 
-    if (task->history == NULL) {
-        task->history = calloc(1, sizeof(*task->history));
-    }
-    if (task->history == NULL) {
-        PyErr_NoMemory();
+    if (history_of(task) == NULL) {
         return -1;
     }
     task->history->count++;
@@ -125,6 +194,12 @@ past_tensor(const past_call *past, size_t number)
 PyObject *
 smp_history_at(const smp_task *task, size_t back, size_t number)
 {
+    size_t walked;
+
+    if (back == SMP_HISTORY_GIVEN) {
+        return task->history == NULL ? NULL
+                                     : walk_given(task->history, NULL, number, &walked);
+    }
     return past_tensor(past_at(task->history, back), number);
 }
 
@@ -141,5 +216,7 @@ smp_history_find(const smp_task *task, const PyObject *tensor, size_t *back,
             }
         }
     }
-    return false;
+    *back = SMP_HISTORY_GIVEN;
+    return task->history != NULL &&
+           walk_given(task->history, tensor, 0, number) != NULL;
 }

@@ -15,11 +15,11 @@
 #include "python/values/pack.h"
 
 /* A tensor of a call, by its place: back << 24 | number << 1 | is an output.  back: 0:
- * at the former call; an argument of so many calls before that; SMP_CHAIN_OF_REQUEST: a
- * tensor of the request. */
+ * at the former call; an argument of so many calls before that; SMP_HISTORY_GIVEN: of
+ * the task; SMP_CHAIN_OF_REQUEST: a tensor of the request. */
 typedef uint32_t smp_chain_source;
 
-enum { SMP_CHAIN_OF_REQUEST = 255 }; /* above SMP_HISTORY_FARTHEST */
+enum { SMP_CHAIN_OF_REQUEST = 255 };
 
 static inline smp_chain_source
 smp_chain_source_of(unsigned back, size_t number, bool output)

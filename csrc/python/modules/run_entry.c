@@ -1,6 +1,7 @@
 /* One call of a module on its owner, in its caller's modes. */
 #include "python/modules/run_entry.h"
 
+#include "python/modules/history.h"
 #include "python/modules/hooks.h"
 
 PyObject *
@@ -12,6 +13,10 @@ smp_run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject 
     PyObject *named = kwargs == NULL ? Py_None : kwargs;
     PyObject *value;
 
+    if (smp_this_task != NULL && smp_history_give(smp_this_task, args, kwargs) < 0) {
+        Py_DECREF(given);
+        return NULL;
+    }
     if ((flags & (SMP_FLAG_BARE | SMP_FLAG_INPUTS)) || smp_has_hooks(entry->module)) {
         Py_SETREF(given, PyTuple_Pack(5, entry->module, given, named,
                                       flags & SMP_FLAG_BARE ? Py_True : Py_False,
