@@ -265,6 +265,8 @@ def test_an_argument_of_the_root_goes_ahead_to_the_last_call_of_a_chain(nested, 
                 labels = labels * 2
                 with torch.no_grad():
                     x.mul_(2)
+            if changes and number == 3:
+                labels = nn.Parameter(labels, requires_grad=False)
             given = {"of": [x, labels]} if nested else labels
             loss = model(x, given).square().mean()
             model.backward(loss)

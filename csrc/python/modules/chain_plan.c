@@ -153,6 +153,7 @@ pack_past(smp_pack *pack, const smp_task *task, smp_chain_plan *plan)
                     tensor = NULL;
                 }
             }
+            failed = tensor == NULL ? failed : smp_malformed("an argument of a chain");
         }
     }
     Py_XDECREF(past);

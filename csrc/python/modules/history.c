@@ -81,45 +81,71 @@ smp_history_give(smp_task *task, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-/* Goes through the tensors of a value, as they stand, until the wanted one, or the one
- * after so many (borrowed); NULL: it is not there.  *number: counts them. */
+/* Objects of the task's arguments that are looked at: not all of a list of numbers, and
+ * an end for a list that contains itself. */
+#define MOST_WALKED 1000
+
+typedef struct {
+    const PyObject *wanted; /* NULL: the tensor number `end` */
+    size_t          end;
+    size_t          number; /* of tensors so far */
+    size_t          walked;
+} walk;
+
+/* Whether it travels by value, and as it is. */
+static bool
+is_plain(PyObject *tensor)
+{
+    PyObject **dict = _PyObject_GetDictPtr(tensor);
+
+    return (PyObject *)Py_TYPE(tensor) == (PyObject *)smp_torch.tensor &&
+           (dict == NULL || *dict == NULL || PyDict_GET_SIZE(*dict) == 0);
+}
+
+/* The tensor of the walk in the value (borrowed), as they stand; NULL: it is not there.
+ */
 static PyObject *
-walk(PyObject *value, const PyObject *wanted, size_t end, size_t *number)
+walk_on(walk *w, PyObject *value)
 {
     PyObject  *found = NULL;
     PyObject  *key;
     PyObject  *item;
     Py_ssize_t at = 0;
 
-    if (value == NULL) {
+    if (value == NULL || w->walked++ >= MOST_WALKED) {
         return NULL;
     }
     if (smp_is_tensor(value)) {
-        found = wanted == NULL    ? (*number == end ? value : NULL)
-                : value == wanted ? value
-                                  : NULL;
-        *number += found == NULL;
-    } else if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) {
-        for (; found == NULL && at < PySequence_Fast_GET_SIZE(value); at++) {
-            found = walk(PySequence_Fast_GET_ITEM(value, at), wanted, end, number);
+        if (w->wanted == NULL ? w->number == w->end : value == w->wanted) {
+            return value;
+        }
+        w->number++;
+    } else if (PyTuple_CheckExact(value)) {
+        for (; found == NULL && at < PyTuple_GET_SIZE(value); at++) {
+            found = walk_on(w, PyTuple_GET_ITEM(value, at));
+        }
+    } else if (PyList_CheckExact(value)) {
+        for (; found == NULL && at < PyList_GET_SIZE(value); at++) {
+            found = walk_on(w, PyList_GET_ITEM(value, at));
         }
     } else if (PyDict_CheckExact(value)) {
         while (found == NULL && PyDict_Next(value, &at, &key, &item)) {
-            found = walk(item, wanted, end, number);
+            found = walk_on(w, item);
         }
     }
     return found;
 }
 
 static PyObject *
-walk_given(const smp_history *history, const PyObject *wanted, size_t end,
-           size_t *number)
+find_given(const smp_history *history, walk *w)
 {
-    PyObject *found;
+    PyObject *found = NULL;
 
-    *number = 0;
-    found = walk(history->args, wanted, end, number);
-    return found == NULL ? walk(history->kwargs, wanted, end, number) : found;
+    if (history != NULL) {
+        found = walk_on(w, history->args);
+        found = found == NULL ? walk_on(w, history->kwargs) : found;
+    }
+    return found != NULL && is_plain(found) ? found : NULL;
 }
 
 /* The arguments of the call so many before the last one; NULL: none is known. */
@@ -194,11 +220,8 @@ past_tensor(const past_call *past, size_t number)
 PyObject *
 smp_history_at(const smp_task *task, size_t back, size_t number)
 {
-    size_t walked;
-
     if (back == SMP_HISTORY_GIVEN) {
-        return task->history == NULL ? NULL
-                                     : walk_given(task->history, NULL, number, &walked);
+        return find_given(task->history, &(walk){.end = number});
     }
     return past_tensor(past_at(task->history, back), number);
 }
@@ -207,6 +230,9 @@ bool
 smp_history_find(const smp_task *task, const PyObject *tensor, size_t *back,
                  size_t *number)
 {
+    walk given = {.wanted = tensor};
+    bool found;
+
     for (*back = 1; *back <= SMP_HISTORY_FARTHEST; ++*back) {
         const past_call *past = past_at(task->history, *back);
 
@@ -216,7 +242,8 @@ smp_history_find(const smp_task *task, const PyObject *tensor, size_t *back,
             }
         }
     }
+    found = find_given(task->history, &given) != NULL;
     *back = SMP_HISTORY_GIVEN;
-    return task->history != NULL &&
-           walk_given(task->history, tensor, 0, number) != NULL;
+    *number = given.number;
+    return found;
 }

@@ -19,9 +19,9 @@ int smp_history_give(smp_task *task, PyObject *args, PyObject *kwargs);
 /* The call with the packed arguments is over.  0, or -1 with an exception. */
 int smp_history_add(smp_task *task, const smp_pack *pack);
 
-/* An argument (borrowed) of the call so many before the last one, or the task's own,
- * those in lists, tuples and dicts counted as they stand; NULL: it is gone, has
- * changed, or none is known. */
+/* An argument (borrowed) of the call so many before the last one, or the task's own:
+ * a plain tensor, those in lists, tuples and dicts counted as they stand; NULL: it is
+ * gone, has changed, or none is known. */
 PyObject *smp_history_at(const smp_task *task, size_t back, size_t number);
 
 /* Looks for an argument of a call before the last one, or of the task. */
