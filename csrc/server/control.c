@@ -217,15 +217,20 @@ end_replay(smp_control *control, const smp_replay_verdict *verdict)
 }
 
 smp_replay_verdict
+smp_control_verdict(const smp_control *control)
+{
+    return control->parts.replay == NULL ? (smp_replay_verdict){0}
+                                         : smp_replay_judge(control->parts.replay);
+}
+
+void
 smp_control_end_replay(smp_control *control)
 {
-    smp_replay_verdict verdict = {0};
+    const smp_replay_verdict verdict = smp_control_verdict(control);
 
     if (control->parts.replay != NULL) {
-        verdict = smp_replay_judge(control->parts.replay);
         end_replay(control, &verdict);
     }
-    return verdict;
 }
 
 /* A STEP_END came. */
@@ -528,11 +533,12 @@ static smp_still
 own_still(smp_control *control)
 {
     const smp_stage *stage = control->parts.stage;
-    smp_still        still = {.sent =
-                                  smp_comm_sent(control->parts.comm) - control->about_still,
-                              .received = control->received,
-                              .issued = smp_lineup_issued(smp_stage_lineup(stage)),
-                              .over = smp_stage_completed(stage)};
+    smp_still        still = {
+               .sent = smp_comm_sent(control->parts.comm) - control->about_still,
+               .received = control->received,
+               .issued = smp_lineup_issued(smp_stage_lineup(stage)),
+               /* A replay may hold back a worker that could go on. */
+               .over = smp_stage_completed(stage) + control->ops.over(control->ctx)};
 
     smp_board_read(control->parts.board, &still.standing);
     return still;
@@ -578,8 +584,8 @@ leave_replay(smp_control *control)
 {
     const smp_envelope word = {.kind = SMP_MSG_LEAVE, .step = control->step};
 
-    if (control->parts.replay == NULL || control->leaves ||
-        !smp_replay_is_due(control->parts.replay)) {
+    /* Perhaps this rank alone follows none. */
+    if (control->parts.replay == NULL || control->leaves) {
         return false;
     }
     control->leaves = true;

@@ -42,6 +42,9 @@ typedef struct {
     /* A worker's collective waiting to be issued, where all workers wait for one; NULL:
      * none.  Borrowed for a moment. */
     const smp_key *(*wanted)(void *ctx);
+
+    /* The number of collectives that are over, with workers that wait still. */
+    uint64_t (*over)(void *ctx);
 } smp_control_ops;
 
 /* Its other parts, borrowed until destroy. */
@@ -106,9 +109,10 @@ bool smp_control_has_voted(const smp_control *control);
  * the step.  The first call asks them. */
 bool smp_control_is_settled(smp_control *control);
 
-/* On pp_rank 0, after a good step in static mode: its end for this rank's replay, and
- * the verdict for the others.  All zero without static mode. */
-smp_replay_verdict smp_control_end_replay(smp_control *control);
+/* On pp_rank 0, after a good step in static mode: the verdict for the others, all zero
+ * without static mode; then, once they are told, its end for this rank's replay. */
+smp_replay_verdict smp_control_verdict(const smp_control *control);
+void               smp_control_end_replay(smp_control *control);
 
 /* After a failed step: waits for each stage rank's number of issued collectives.
  * False: one is missing timeout_ns after the last message. */

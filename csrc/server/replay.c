@@ -130,12 +130,6 @@ smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind)
 }
 
 bool
-smp_replay_is_due(const smp_replay *replay)
-{
-    return !replay->records_it;
-}
-
-bool
 smp_replay_is_on(const smp_replay *replay)
 {
     return replay->is_on;

@@ -5,10 +5,10 @@
  *         ^                                 |
  *         +-------a run does not fit--------+
  *
- * Steps with different descriptions, or numbers of microbatches, have orders of their
- * own.  Runs have the same numbers in every step (server/calls.h), so an order is a
- * list of them.  Any order is right: a rank may leave a replay at any moment, and then
- * chooses freely (server/choice.h) until the end of the step.
+ * Steps with different descriptions have orders of their own.  Runs have the same
+ * numbers in every step (server/calls.h), so an order is a list of them.  Any order is
+ * right: a rank may leave a replay at any moment, and then chooses freely
+ * (server/choice.h) until the end of the step.
  *
  * A run of the order cannot come any more, and the rank leaves, when
  *   - a ready run is none of those left in the order;
@@ -57,8 +57,7 @@ void       smp_replay_destroy(smp_replay *replay); /* takes NULL */
 /* Step `number` begins, > 0; kind: a number for its description. */
 void smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind);
 
-/* Whether this step is a replay; whether this rank still follows the order. */
-bool smp_replay_is_due(const smp_replay *replay);
+/* Whether this rank follows an order now. */
 bool smp_replay_is_on(const smp_replay *replay);
 
 /* The index of the order's next run among the ready ones; -1: it is not ready, or one

@@ -29,25 +29,24 @@
 #include "server/workers.h"
 
 struct smp_server {
-    smp_comm          *comm; /* borrowed */
-    smp_grid           grid;
-    smp_server_ops     ops;
-    void              *ctx;      /* borrowed */
-    smp_workers       *workers;  /* owned */
-    smp_backlog       *backlog;  /* owned */
-    smp_board         *board;    /* owned */
-    smp_stage         *stage;    /* owned */
-    smp_sequence      *sequence; /* borrowed from stage; NULL: an order of its own */
-    smp_replay        *replay;   /* owned; NULL: no static mode */
-    smp_control       *control;  /* owned */
-    smp_ready_list     ready;
-    bool               overtaken; /* smp_choose()'s */
-    uint32_t           step;
-    uint64_t           step_kind; /* for the replay */
-    smp_replay_verdict verdict;
-    smp_turns         *turns;    /* borrowed; NULL: no gates */
-    smp_schedule      *schedule; /* owned during a step; NULL but on pp_rank 0 */
-    uint64_t           calls;
+    smp_comm      *comm; /* borrowed */
+    smp_grid       grid;
+    smp_server_ops ops;
+    void          *ctx;      /* borrowed */
+    smp_workers   *workers;  /* owned */
+    smp_backlog   *backlog;  /* owned */
+    smp_board     *board;    /* owned */
+    smp_stage     *stage;    /* owned */
+    smp_sequence  *sequence; /* borrowed from stage; NULL: an order of its own */
+    smp_replay    *replay;   /* owned; NULL: no static mode */
+    smp_control   *control;  /* owned */
+    smp_ready_list ready;
+    bool           overtaken; /* smp_choose()'s */
+    uint32_t       step;
+    uint64_t       step_kind; /* for the replay */
+    smp_turns     *turns;     /* borrowed; NULL: no gates */
+    smp_schedule  *schedule;  /* owned during a step; NULL but on pp_rank 0 */
+    uint64_t       calls;
     _Atomic bool interrupted; /* set by the main thread while a worker has the baton */
     smp_rest     rest;        /* the main thread's */
     int          forward;     /* where its signals go on to; -1: nowhere */
@@ -601,16 +600,31 @@ wanted_key(void *ctx)
     return w == NULL ? NULL : &w->wait.key;
 }
 
+static uint64_t
+collectives_over(void *ctx)
+{
+    const smp_server *server = ctx;
+    uint64_t          over = 0;
+
+    for (const smp_worker *w = smp_workers_first(server->workers); w != NULL;
+         w = w->next) {
+        over += w->state == SMP_WORKER_PENDING && w->wait.kind == SMP_WAIT_COLLECTIVE &&
+                atomic_load(w->over);
+    }
+    return over;
+}
+
 static smp_status
 create_control(smp_server *server, const smp_server_place *place)
 {
-    static const smp_control_ops ops = {.note = take_note, .wanted = wanted_key};
-    const smp_control_parts      parts = {.comm = server->comm,
-                                          .names = place->names,
-                                          .board = server->board,
-                                          .backlog = server->backlog,
-                                          .stage = server->stage,
-                                          .replay = server->replay};
+    static const smp_control_ops ops = {
+        .note = take_note, .wanted = wanted_key, .over = collectives_over};
+    const smp_control_parts parts = {.comm = server->comm,
+                                     .names = place->names,
+                                     .board = server->board,
+                                     .backlog = server->backlog,
+                                     .stage = server->stage,
+                                     .replay = server->replay};
 
     return smp_control_create(&parts, &server->grid, &ops, server, &server->control);
 }
@@ -753,9 +767,6 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     interrupted = await_step(server);
     smp_board_end(server->board);
     status = smp_control_end(server->control, end);
-    if (status == SMP_OK && schedule != NULL) {
-        server->verdict = smp_control_end_replay(server->control);
-    }
     if (interrupted && (status != SMP_OK || *end == NULL)) {
         status = SMP_ERR_INTERRUPTED;
     }
@@ -779,7 +790,13 @@ smp_server_describe(smp_server *server, const void *bytes, size_t nbytes)
 smp_replay_verdict
 smp_server_verdict(const smp_server *server)
 {
-    return server->verdict;
+    return smp_control_verdict(server->control);
+}
+
+void
+smp_server_end_replay(smp_server *server)
+{
+    smp_control_end_replay(server->control);
 }
 
 void

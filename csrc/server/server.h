@@ -191,9 +191,10 @@ size_t smp_server_write_deadlock(smp_server *server, char *out, size_t room);
 int  smp_server_signal_fd(const smp_server *server);
 void smp_server_forward_signals(smp_server *server, int forward);
 
-/* On pp_rank 0 after a good step: the verdict to go with STEP_END; all zero without
- * static mode. */
+/* On pp_rank 0 after a good step: the verdict to go with STEP_END, all zero without
+ * static mode; and its effect here, once it is sent. */
 smp_replay_verdict smp_server_verdict(const smp_server *server);
+void               smp_server_end_replay(smp_server *server);
 
 /* The record of the last step. */
 smp_timeline *smp_server_timeline(smp_server *server);

@@ -92,14 +92,27 @@ typedef struct {
     size_t          walked;
 } walk;
 
+/* Whether it has data in one piece of memory: neither sparse nor without data. */
+static bool
+has_data(PyObject *tensor)
+{
+    PyObject *at = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    const int has = at == NULL ? 0 : PyObject_IsTrue(at);
+
+    Py_XDECREF(at);
+    PyErr_Clear();
+    return has == 1;
+}
+
 /* Whether it travels by value, and as it is. */
 static bool
 is_plain(PyObject *tensor)
 {
     PyObject **dict = _PyObject_GetDictPtr(tensor);
 
-    return (PyObject *)Py_TYPE(tensor) == (PyObject *)smp_torch.tensor &&
-           (dict == NULL || *dict == NULL || PyDict_GET_SIZE(*dict) == 0);
+    return Py_TYPE(tensor) == smp_torch.tensor &&
+           (dict == NULL || *dict == NULL || PyDict_GET_SIZE(*dict) == 0) &&
+           has_data(tensor);
 }
 
 /* The tensor of the walk in the value (borrowed), as they stand; NULL: it is not there.

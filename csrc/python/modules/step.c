@@ -173,6 +173,7 @@ py_send_end(PyObject *module, PyObject *value)
     if (smp_session_send_to_all(SMP_MSG_STEP_END, value) < 0) {
         return NULL;
     }
+    smp_server_end_replay(smp_the_session.server);
     smp_the_session.ended_well = true;
     Py_RETURN_NONE;
 }
