@@ -1,12 +1,13 @@
 """How close to the ideal pipeline does a loop over blocks come on more ranks than cores?
 
-    mpirun -np 4 python benchmarks/sleeping_stages.py [--blocks 3] [--block-ms 5]
+    mpirun -np 4 python benchmarks/sleeping_stages.py [--blocks 3] [--block-ms 5] [--static-mode]
 
 The blocks sleep, for ``--block-ms`` forward and twice as long backward, so the ranks need
 hardly any processor: what is left of the ideal is the order and the messages.  The ideal is
 T1 (m + p - 1) / (m p), with T1 the time of one process for the same blocks and m = 8
 microbatches, measured in the same run: sleeps take longer than asked for.  The sides are
-chains and requests for each block (``fast_mode=False``), by ``active_microbatches``.
+chains and requests for each block (``fast_mode=False``), by ``active_microbatches``.  With
+``--static-mode`` chains alone run: the other side would be another order.
 """
 
 import argparse
@@ -62,7 +63,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def step_of(blocks: int, seconds: float, active: int):
+def step_of(blocks: int, seconds: float, active: int, static_mode: bool):
     """A step, and a function to turn its chains on or off."""
     smp.reset()
     smp.init(
@@ -70,6 +71,7 @@ def step_of(blocks: int, seconds: float, active: int):
             "pipeline_parallel_degree": -1,
             "microbatches": MICROBATCHES,
             "active_microbatches": active,
+            "static_mode": static_mode,
         }
     )
     net = Net(blocks * smp.pp_size(), seconds)
@@ -98,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=int, default=3, help="of each rank")
     parser.add_argument("--block-ms", type=float, default=5)
+    parser.add_argument("--static-mode", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -112,14 +115,17 @@ def main() -> None:
             alone(torch.ones(1, WIDTH)).backward()
 
     for active in sorted(every):
-        run = step_of(args.blocks, seconds, active)
+        run = step_of(args.blocks, seconds, active, args.static_mode)
         sides = {
             "T1": lambda: timed(one_process) if smp.rank() == 0 else 0.0,
             "a request for each block": partial(run, False),
             "chains": partial(run, True),
         }
+        if args.static_mode:
+            del sides["a request for each block"]
         for side in sides.values():
-            side()
+            for _ in range(7 if args.static_mode else 1):  # five are recorded
+                side()
         times = alternate(sides, args.rounds)
         share = (MICROBATCHES + ranks - 1) / (MICROBATCHES * ranks)
         ideal = [t * share for t in times.pop("T1")]

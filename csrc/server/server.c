@@ -169,7 +169,7 @@ may_come(const smp_server *server, const smp_ready *run)
 
 /* The index of the ready run that this rank chooses for itself; -1: none. */
 static ptrdiff_t
-choose_freely(smp_server *server)
+choose_here(smp_server *server)
 {
     const smp_ready_list *list = &server->ready;
     smp_replay           *replay = server->replay;
@@ -207,7 +207,7 @@ choose(smp_server *server, smp_ready *next)
 
     if (status == SMP_OK) {
         best = follows ? smp_sequence_find(server->sequence, list->ready, list->n)
-                       : choose_freely(server);
+                       : choose_here(server);
     }
     if (best >= 0 && server->replay != NULL) {
         status = smp_replay_run(server->replay, &list->ready[best]);

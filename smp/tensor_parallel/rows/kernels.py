@@ -3,8 +3,8 @@
 The C core (``csrc/tp_kernels``) takes tensors of float32, float16 or bfloat16 in host memory,
 or on a GPU with kernels (``gpu_kernels.py``).  It computes in float32.  Others, and all while a
 model is compiled, go through torch's operators, with the same meaning and the same dropout.
-On a GPU torch serves also where its operators were ahead of the kernels (an H100): norms,
-embeddings, sums without dropout, and sums of columns.
+On a GPU torch also serves norms, embeddings, sums without dropout, and sums of columns: its
+operators were ahead of the kernels on an H100.
 """
 
 from __future__ import annotations
