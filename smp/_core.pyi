@@ -259,8 +259,11 @@ def touch_output(tensor: Tensor, call: Any, link: int, /) -> None:
     foreseen calls have the tensor.
     """
 
-def refuse_foreseen() -> None:
-    """Raises in a call of a chain, which may run again; its owner then undoes the chain."""
+def refuse_foreseen(undo: Callable[[], None], /) -> None:
+    """Raises in a call of a chain, which may run again; its owner then undoes the chain.
+
+    A call with collectives goes on: ``undo`` ends its effects.
+    """
 
 def fetch_outputs(call: Any, places: list[tuple[int, int]], /) -> list[Tensor]:
     """The values of outputs of a chain, by the number of its call, and of its tensor.

@@ -64,12 +64,13 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.wide = nn.Linear(WIDTH, WIDTH)
         self.way, self.number = way, 0
+        self.is_odd = True  # the way is taken
 
     def forward(self, x):
         mask = (x.detach() > 0).to(x.dtype)
         kept, cache, masks = [], [], [mask, mask * 0.5]
         for i, block in enumerate(self.blocks):
-            late = self.number >= 2 and i == 2  # links are known by then
+            late = self.is_odd and self.number >= 2 and i == 2  # links are known by then
             if self.way == "pairs":
                 x, mask = block(x, mask, pairs=True)
             elif self.way == "drops" and late:
@@ -174,6 +175,80 @@ def test_a_chain_has_the_bits_of_single_calls(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_so_has_one_that_is_passed_from_owner_to_owner(way, owners):
     check_way(way, owners)
+
+
+# Ways that one tp_rank may take alone: the calls with collectives stay the same.
+ALONE = (
+    "plain", "another argument", "another value", "in place", "mask in place", "draws",
+    "hooked", "keeps", "changes", "uses what it shares", "touches", "touches later", "cache", "sets",
+    "two masks, in place", "two masks, another one",
+)  # fmt: skip
+
+
+def bits_of_split_blocks(way: str, odd: tuple[int, ...], **config) -> list[torch.Tensor]:
+    """Losses and gradients of some steps, in which these tp_ranks go that way.
+
+    Returns:
+        them, and the number of the last step's messages.
+    """
+    smp.reset()
+    smp.init({"tensor_parallel_degree": 2, "microbatches": 3, "ddp": True, **config})
+    torch.manual_seed(0)
+    with smp.tensor_parallelism():
+        net = Blocks(way)
+    smp.set_partition(net, 0)
+    for i, block in enumerate(net.blocks):
+        smp.set_partition(block, 1 + i * (smp.pp_size() - 1) // len(net.blocks))
+    model = smp.DistributedModel(net)
+    block = model.module.blocks[2]
+    model.module.is_odd = smp.tp_rank() in odd
+
+    @smp.step
+    def step(model, x):
+        out = model(x)
+        model.backward(out.square().mean())
+        return out
+
+    found = []
+    for number in range(STEPS):
+        model.module.number = number
+        if way in ("changes", "sets") and number >= 2 and smp.tp_rank() in odd:
+            block.kind = way
+        torch.manual_seed(100 * number + smp.tp_rank())
+        before = _core.counters()["messages"]
+        found += [out.clone() for out in step(model, torch.randn(3 + smp.tp_rank(), WIDTH))]
+        found += [p.grad.clone() for p in model.local_parameters() if p.grad is not None]
+    return found, _core.counters()["messages"] - before
+
+
+def check_split_blocks(way: str, odd: tuple[int, ...], pp_size: int) -> None:
+    chained, few = bits_of_split_blocks(way, odd, pipeline_parallel_degree=pp_size)
+    single, many = bits_of_split_blocks(
+        way, odd, pipeline_parallel_degree=pp_size, fast_mode=False
+    )
+    for one, other in zip(chained, single, strict=True):
+        assert torch.equal(one, other)
+    if way == "plain" and smp.rank() == 0:
+        assert few < many
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("odd", [(0, 1), (1,)], ids=["", "on one tp_rank"])
+@pytest.mark.parametrize("way", ALONE)
+def test_split_blocks_are_chains_on_all_tp_ranks_or_on_none(way, odd):
+    check_split_blocks(way, odd, 2)
+
+
+@on_ranks(4)
+def test_a_split_block_left_out_by_one_tp_rank_fails_the_step_as_without_chains():
+    with pytest.raises(RuntimeError, match="do not make the same calls.*module 'blocks.[23]"):
+        bits_of_split_blocks("drops", (1,), pipeline_parallel_degree=2)
+
+
+@on_ranks(6)
+@pytest.mark.parametrize("way", ["plain", "touches later", "changes"])
+def test_so_are_those_of_several_owners(way):
+    check_split_blocks(way, (1,), 3)
 
 
 @on_ranks(2)

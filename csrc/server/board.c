@@ -140,6 +140,10 @@ add_wait(text *t, const smp_board *board, int rank, const smp_wait *wait)
         add(t, " waits for the other %ss in ", board->pipelines);
         add_key(t, &wait->key);
         break;
+    case SMP_WAIT_BALLOT:
+        add(t, " waits for the other %ss to call module '%s'", board->pipelines,
+            name_of(board, wait->wanted));
+        break;
     }
 }
 

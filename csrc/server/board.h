@@ -27,6 +27,7 @@ typedef enum {
     SMP_WAIT_GATE,         /* earlier microbatches, at a module with buffers */
     SMP_WAIT_ISSUE,        /* its turn among the collectives: `key` is not the next */
     SMP_WAIT_COLLECTIVE,   /* the other ranks of the TP_GROUP, in `key` */
+    SMP_WAIT_BALLOT,       /* ... before or after a call of module `wanted` */
 } smp_wait_kind;
 
 /* A request running here, or the step function of a microbatch. */

@@ -2,8 +2,8 @@
  *
  * First match first, of several the lowest microbatch, then the first to arrive:
  *   1. a worker with a collective to issue: ranks of the TP_GROUP wait for it
- *   2. a response of a forward, or its finished collective: the waiting task soon
- *      gives other ranks work
+ *   2. a response of a forward, or its finished collective or ballot: the waiting task
+ *      soon gives other ranks work
  *   3. all of a backward: it frees memory
  *   4. a backward's start by the schedule
  *   5. a worker at an open gate
@@ -30,6 +30,7 @@ typedef enum {
     SMP_READY_ISSUE,    /* a worker's collective is the next; in any phase */
     SMP_READY_RESPONSE, /* a message for a waiting worker */
     SMP_READY_OVER,     /* a worker's awaited collective is over */
+    SMP_READY_BALLOT,   /* a worker's ballot has an outcome */
     SMP_READY_REQUEST,  /* a message asking for a task */
     SMP_READY_GATE,     /* a worker's gate has opened; in any phase */
     SMP_READY_TURN,     /* the schedule lets a microbatch start */

@@ -309,7 +309,7 @@ hear_stage(smp_control *control, const smp_message *message)
         smp_control_check_runs(control);
     } else if (kind == SMP_MSG_KEY) {
         smp_control_check_calls(control, NULL);
-    } else {
+    } else if (kind == SMP_MSG_ISSUED) {
         hear_word(control, message);
         smp_control_check_calls(control, control->ops.wanted(control->ctx));
         vote(control);
@@ -336,6 +336,16 @@ hear_still(smp_control *control, const smp_message *message)
         memcpy(&still, message->bytes + sizeof(*e), sizeof(still));
         smp_detection_hear(control->detection, message->source, e->call, &still);
     }
+}
+
+/* All ranks stand still: this one waits for no run of a replay, and for no ballot. */
+static void
+leave(smp_control *control)
+{
+    if (control->parts.replay != NULL) {
+        smp_replay_leave(control->parts.replay);
+    }
+    smp_ballots_leave(smp_stage_ballots(control->parts.stage));
 }
 
 static void
@@ -398,6 +408,7 @@ sort_in(smp_control *control, smp_message *message)
     case SMP_MSG_KEY:
     case SMP_MSG_ISSUED:
     case SMP_MSG_RUNS:
+    case SMP_MSG_BALLOT:
         hear_stage(control, message);
         break;
     case SMP_MSG_PROBE:
@@ -407,8 +418,8 @@ sort_in(smp_control *control, smp_message *message)
         hear_still(control, message);
         break;
     case SMP_MSG_LEAVE:
-        if (control->parts.replay != NULL && !control->failed) {
-            smp_replay_leave(control->parts.replay);
+        if (!control->failed) {
+            leave(control);
         }
         break;
     }
@@ -577,28 +588,44 @@ ask_all(smp_control *control)
     }
 }
 
-/* The ranks may wait for runs of a replay that will never come: they leave it, once in
- * a step.  False: it is something else. */
+/* Whether a task of any rank waits in a ballot, by the last answers. */
 static bool
-leave_replay(smp_control *control)
+some_cast(const smp_control *control)
+{
+    const smp_still *of = smp_detection_answers(control->detection);
+
+    for (int rank = 0; rank < smp_comm_size(control->parts.comm); rank++) {
+        for (int32_t i = 0; i < of[rank].standing.nshown; i++) {
+            if (of[rank].standing.waits[i].kind == SMP_WAIT_BALLOT) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* The ranks may wait for runs of a replay, or for ballots, that will never come: they
+ * leave these, once in a step.  False: it is something else. */
+static bool
+all_leave(smp_control *control)
 {
     const smp_envelope word = {.kind = SMP_MSG_LEAVE, .step = control->step};
 
     /* Perhaps this rank alone follows none. */
-    if (control->parts.replay == NULL || control->leaves) {
+    if ((control->parts.replay == NULL && !some_cast(control)) || control->leaves) {
         return false;
     }
     control->leaves = true;
     for (int rank = 1; rank < smp_comm_size(control->parts.comm); rank++) {
         (void)smp_comm_send(control->parts.comm, rank, &word, sizeof(word), NULL, 0);
     }
-    smp_replay_leave(control->parts.replay);
+    leave(control);
     smp_detection_begin(control->detection);
     return true;
 }
 
 /* All have answered, and rank 0 has nothing to run either.  True: the step has failed,
- * or its replay.
+ * or its replay or ballots.
  */
 static bool
 is_deadlocked(smp_control *control)
@@ -607,7 +634,7 @@ is_deadlocked(smp_control *control)
 
     switch (smp_detection_judge(control->detection, &own)) {
     case SMP_DETECTION_DEADLOCK:
-        if (leave_replay(control)) {
+        if (all_leave(control)) {
             return true;
         }
         smp_control_fail(control, smp_mismatch_write_calls(

@@ -5,12 +5,12 @@
  * task and are acted on at once:
  *
  *     RELEASE, CLOSED, FORWARD_DONE   ops->note
- *     KEY, RUNS, ISSUED               server/stage.h
+ *     KEY, RUNS, BALLOT, ISSUED       server/stage.h
  *     SETTLE, SETTLED, STEP_END,
  *     ABORT                           server/commit.h
  *     PROBE, STILL                    server/detection.h
  *     LEAVE, and words of SETTLED,
- *     ISSUED and STEP_END             server/replay.h
+ *     ISSUED and STEP_END             server/replay.h; LEAVE: server/ballots.h, too
  *
  * Errors   A failure of the step is kept as its status; smp_control_failed() is true
  *          from then on, and smp_control_end() returns the status.

@@ -33,8 +33,10 @@ typedef enum {
                         To those of the same pp_rank; in static mode with its
                         smp_replay_word */
     SMP_MSG_RUNS, /* dp_rank 0's runs, to its followers; carries an smp_sequence_word */
-    SMP_MSG_LEAVE, /* all ranks wait: leave the order under replay (server/replay.h) */
-    SMP_MSG_LAST = SMP_MSG_LEAVE,
+    SMP_MSG_LEAVE,  /* all ranks wait: leave the order under replay (server/replay.h),
+                       and  the ballots (server/ballots.h) */
+    SMP_MSG_BALLOT, /* the sender's smp_ballot_list, to those of the same pp_rank */
+    SMP_MSG_LAST = SMP_MSG_BALLOT,
 } smp_msg_kind;
 
 /* Flags of a request: the caller's thread state, not inherited by threads. */

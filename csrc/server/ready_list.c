@@ -60,6 +60,8 @@ add_messages(smp_ready_list *list, const smp_ready_sources *sources)
 static bool
 may_go_on(const smp_ready_sources *sources, const smp_worker *w, smp_ready_kind *kind)
 {
+    size_t outcome;
+
     if (w->state != SMP_WORKER_PENDING) {
         return false;
     }
@@ -74,6 +76,9 @@ may_go_on(const smp_ready_sources *sources, const smp_worker *w, smp_ready_kind 
     case SMP_WAIT_COLLECTIVE:
         *kind = SMP_READY_OVER;
         return atomic_load(w->over);
+    case SMP_WAIT_BALLOT:
+        *kind = SMP_READY_BALLOT;
+        return smp_ballots_read(sources->ballots, &w->ballot, &outcome);
     default:
         return false;
     }

@@ -10,6 +10,7 @@
 
 #include "common/status.h"
 #include "server/backlog.h"
+#include "server/ballots.h"
 #include "server/choice.h"
 #include "server/lineup.h"
 #include "server/schedule.h"
@@ -29,12 +30,13 @@ typedef struct {
     const smp_backlog *backlog;
     const smp_workers *workers;
     const smp_lineup  *lineup;
+    const smp_ballots *ballots;
     const smp_turns   *turns;    /* NULL: no gates */
     smp_schedule      *schedule; /* NULL but on pp_rank 0 */
 } smp_ready_sources;
 
 /* Lists it anew.  An index is a message's in the backlog (RESPONSE, REQUEST), or a
- * worker's number (ISSUE, OVER, GATE).  SMP_ERR_NO_MEMORY. */
+ * worker's number (all other kinds but TURN).  SMP_ERR_NO_MEMORY. */
 smp_status smp_ready_list_fill(smp_ready_list *list, const smp_ready_sources *sources);
 
 void smp_ready_list_fini(smp_ready_list *list);

@@ -159,6 +159,8 @@ may_come(const smp_server *server, const smp_ready *run)
         return run->kind == SMP_READY_ISSUE;
     case SMP_WAIT_COLLECTIVE:
         return run->kind == SMP_READY_OVER;
+    case SMP_WAIT_BALLOT:
+        return run->kind == SMP_READY_BALLOT;
     case SMP_WAIT_OUTPUTS:
     case SMP_WAIT_GRADIENTS:
         return run->kind == SMP_READY_RESPONSE;
@@ -198,6 +200,7 @@ choose(smp_server *server, smp_ready *next)
                                        .backlog = server->backlog,
                                        .workers = server->workers,
                                        .lineup = smp_stage_lineup(server->stage),
+                                       .ballots = smp_stage_ballots(server->stage),
                                        .turns = server->turns,
                                        .schedule = server->schedule};
     const bool              follows =
@@ -245,6 +248,9 @@ run_next(smp_server *server, smp_worker *self)
         break;
     case SMP_READY_OVER:
         why = SMP_WHY_OVER;
+        break;
+    case SMP_READY_BALLOT:
+        why = SMP_WHY_BALLOT;
         break;
     case SMP_READY_TURN:
         return start_turn(server, self, next.phase, next.microbatch);
@@ -554,6 +560,39 @@ smp_server_await_collective(smp_server *server, const smp_key *key, uint64_t bef
     if (status == SMP_OK) {
         smp_stage_complete(server->stage);
     }
+    return status;
+}
+
+smp_status
+smp_server_agree(smp_server *server, const smp_ballot_list *list, size_t *outcome)
+{
+    smp_worker  *self = smp_workers_self();
+    smp_ballots *ballots = smp_stage_ballots(server->stage);
+    smp_status   status = SMP_OK;
+
+    *outcome = 0;
+    if (smp_control_failed(server->control)) {
+        return SMP_ERR_CLOSED;
+    }
+    if (smp_ballots_are_left(ballots)) {
+        return SMP_OK;
+    }
+    status = smp_stage_cast(server->stage, list);
+    if (status == SMP_OK && list->n > 0) {
+        if (!keeps_order(server)) {
+            smp_control_read(server->control);
+        }
+        if (keeps_order(server) || !smp_ballots_read(ballots, &list->ballot, outcome)) {
+            smp_jitter();
+            self->ballot = list->ballot;
+            status = wait_for(
+                server, self,
+                (smp_wait){.kind = SMP_WAIT_BALLOT, .wanted = list->ballot.entry},
+                SMP_WHY_BALLOT);
+        }
+        (void)smp_ballots_read(ballots, &list->ballot, outcome);
+    }
+    smp_ballots_close(ballots, &list->ballot);
     return status;
 }
 

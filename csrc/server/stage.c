@@ -1,6 +1,8 @@
-/* A line-up or a sequence, and the messages to keep it alike on all ranks. */
+/* A line-up or a sequence, ballots, and the messages to keep them alike on all ranks.
+ */
 #include "server/stage.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,6 +14,7 @@ struct smp_stage {
     uint32_t      step;
     smp_lineup   *lineup;    /* owned */
     smp_sequence *sequence;  /* owned; NULL: each rank runs in an order of its own */
+    smp_ballots  *ballots;   /* owned */
     uint64_t      completed; /* collectives of the step */
     bool          in_order;  /* this rank has done its part, and said so */
     bool          one_failed;
@@ -34,6 +37,9 @@ smp_stage_create(smp_comm *comm, const smp_grid *grid, bool in_sequence,
     if (status == SMP_OK && in_sequence) {
         status = smp_sequence_create(grid->pipeline == 0, &stage->sequence);
     }
+    if (status == SMP_OK) {
+        status = smp_ballots_create(grid->pipelines, &stage->ballots);
+    }
     if (status != SMP_OK) {
         smp_stage_destroy(stage);
         return status;
@@ -48,6 +54,7 @@ smp_stage_destroy(smp_stage *stage)
     if (stage != NULL) {
         smp_sequence_destroy(stage->sequence);
         smp_lineup_destroy(stage->lineup);
+        smp_ballots_destroy(stage->ballots);
         free(stage);
     }
 }
@@ -57,6 +64,7 @@ smp_stage_begin(smp_stage *stage, uint32_t step)
 {
     stage->step = step;
     smp_lineup_begin(stage->lineup);
+    smp_ballots_begin(stage->ballots);
     if (stage->sequence != NULL) {
         smp_sequence_begin(stage->sequence);
     }
@@ -77,6 +85,12 @@ smp_stage_sequence(smp_stage *stage)
     return stage->sequence;
 }
 
+smp_ballots *
+smp_stage_ballots(smp_stage *stage)
+{
+    return stage->ballots;
+}
+
 /* A lost rank shows in server/control.c. */
 static void
 send_to_others(smp_stage *stage, const void *bytes, size_t nbytes)
@@ -87,6 +101,20 @@ send_to_others(smp_stage *stage, const void *bytes, size_t nbytes)
                                 nbytes, NULL, 0);
         }
     }
+}
+
+smp_status
+smp_stage_cast(smp_stage *stage, const smp_ballot_list *list)
+{
+    struct {
+        smp_envelope    envelope;
+        smp_ballot_list list;
+    } message = {{.kind = SMP_MSG_BALLOT, .step = stage->step}, *list};
+
+    send_to_others(stage, &message,
+                   offsetof(smp_ballot_list, words) + sizeof(message.envelope) +
+                       list->n * sizeof(list->words[0]));
+    return smp_ballots_cast(stage->ballots, list);
 }
 
 smp_status
@@ -187,6 +215,24 @@ hear_runs(smp_stage *stage, const smp_message *message)
     return smp_sequence_hear(stage->sequence, &word);
 }
 
+static smp_status
+hear_ballot(smp_stage *stage, const smp_message *message)
+{
+    const size_t    head = sizeof(smp_envelope) + offsetof(smp_ballot_list, words);
+    smp_ballot_list list = {.n = 0};
+
+    if (message->nbytes < head ||
+        message->nbytes > sizeof(smp_envelope) + sizeof(list)) {
+        return SMP_ERR_MALFORMED;
+    }
+    memcpy(&list, message->bytes + sizeof(smp_envelope),
+           message->nbytes - sizeof(smp_envelope));
+    if (message->nbytes != head + list.n * sizeof(list.words[0])) {
+        return SMP_ERR_MALFORMED;
+    }
+    return smp_ballots_cast(stage->ballots, &list);
+}
+
 /* One of the others makes no more collectives. */
 static smp_status
 hear_issued(smp_stage *stage, const smp_message *message)
@@ -210,6 +256,8 @@ smp_stage_hear(smp_stage *stage, const smp_message *message)
         return hear_key(stage, message);
     case SMP_MSG_RUNS:
         return hear_runs(stage, message);
+    case SMP_MSG_BALLOT:
+        return hear_ballot(stage, message);
     case SMP_MSG_ISSUED:
         return hear_issued(stage, message);
     default:

@@ -1,8 +1,9 @@
 /* A stage: the ranks of one pp_rank, one in each pipeline.
  *
  * They issue the collectives of modules in one order (server/lineup.h), or run all in
- * one order (server/sequence.h).  Each tells the others when it is through with a step.
- * The messages are KEY, RUNS and ISSUED.
+ * one order (server/sequence.h).  They agree on chains (server/ballots.h).  Each tells
+ * the others when it is through with a step.  The messages are KEY, RUNS, BALLOT and
+ * ISSUED.
  *
  * Threads  None: the holder of the server's baton, or the main thread between steps.
  */
@@ -14,6 +15,7 @@
 
 #include "comm/messaging/comm.h"
 #include "common/status.h"
+#include "server/ballots.h"
 #include "server/grid.h"
 #include "server/lineup.h"
 #include "server/replay.h"
@@ -36,6 +38,12 @@ const smp_lineup *smp_stage_lineup(const smp_stage *stage);
 /* The order of runs, for the caller to use; NULL: each rank has an order of its own. */
 smp_sequence *smp_stage_sequence(smp_stage *stage);
 
+/* The ballots, to be read; live as long as the stage. */
+smp_ballots *smp_stage_ballots(smp_stage *stage);
+
+/* Casts this rank's list, and tells the others.  SMP_ERR_NO_MEMORY. */
+smp_status smp_stage_cast(smp_stage *stage, const smp_ballot_list *list);
+
 /* This rank has issued a collective, in its turn: tells its followers.
  * SMP_ERR_NO_MEMORY. */
 smp_status smp_stage_issue(smp_stage *stage, const smp_key *key);
@@ -51,7 +59,7 @@ void smp_stage_tell_runs(smp_stage *stage);
  * NULL: none. */
 void smp_stage_end(smp_stage *stage, bool failed, const smp_replay_word *word);
 
-/* Acts on a KEY, RUNS or ISSUED of this step; the message stays the caller's.
+/* Acts on a KEY, RUNS, BALLOT or ISSUED of this step; the message stays the caller's.
  * SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY. */
 smp_status smp_stage_hear(smp_stage *stage, const smp_message *message);
 

@@ -20,6 +20,7 @@
 
 #include "comm/messaging/comm.h"
 #include "common/status.h"
+#include "server/ballots.h"
 #include "server/baton.h"
 #include "server/board.h"
 #include "server/schedule.h"
@@ -40,6 +41,7 @@ typedef enum {
     SMP_WHY_TURN,     /* its microbatch may pass the gate */
     SMP_WHY_ISSUE,    /* its collective is the next */
     SMP_WHY_OVER,     /* ... is over */
+    SMP_WHY_BALLOT,   /* its ballot has an outcome */
     SMP_WHY_FAILED,   /* the step failed: unwind */
     SMP_WHY_QUIT,     /* the server is being destroyed */
     SMP_WHY_SERVE,    /* a step began: look for work */
@@ -62,6 +64,7 @@ struct smp_worker {
     uint64_t            call;       /* ... OUTPUTS, GRADIENTS: the call; else 0 */
     int32_t             gate;       /* ... GATE */
     const _Atomic bool *over;       /* ... COLLECTIVE: set when it is; borrowed */
+    smp_ballot          ballot;     /* ... BALLOT */
     smp_phase           phase;
     uint16_t            number;    /* in the order of their creation, from 0 */
     smp_worker         *next;      /* in the set */

@@ -69,12 +69,13 @@ def apply(model: LiveModel, partition: Partition, turns: Turns, when_run: Forwar
     late_modules.refuse_from_now(model)  # the same children
     late_hooks.notice_from_now(root, gates[-1], rt.pp_rank == 0)
     users_checkpoints.number_alike()
-    if record.split_paths:  # ranks that foresee differently would miss each other's collectives
-        chainable = [False] * len(entries)
+    chainable = remote_modules.chainable(root, entries, turns, changing)
+    if rt.tp_size > 1:
+        collective = remote_modules.collective(root, entries)
     else:
-        chainable = remote_modules.chainable(root, entries, turns, changing)
+        collective = [False] * len(entries)
     record.parts = Parts(
-        partition, owners, entries, chainable, runs, when_run.buffers, stateful
+        partition, owners, entries, chainable, collective, runs, when_run.buffers, stateful
     )
     if rt.home is not None:
         device_placement.move(root, rt.home, set(model.local_modules()))

@@ -37,6 +37,7 @@ class Parts(NamedTuple):
     owners: dict[str, int]  # pp_rank of each parameter, by name
     entries: "list[Entry]"
     chainable: list[bool]  # by entry: its calls may be in a chain
+    collective: list[bool]  # by entry: its calls have collectives of the TP_GROUP
     runs: "Runs"
     changing: dict[str, tuple[str, ...]]  # by path, names of buffers changed by the module
     stateful: list[nn.Module]  # of this rank, with a forward that changes their buffers

@@ -55,6 +55,13 @@ class _Values:
         self.by_microbatch: dict[int, Any] = {}
         self.read_before = -1  # the last reader of another one's value
 
+    def restore(self, microbatch: int, value: Any) -> None:
+        """The microbatch's value is this one again; ``_ABSENT``: it has none."""
+        if value is _ABSENT:
+            self.by_microbatch.pop(microbatch, None)
+        else:
+            self.by_microbatch[microbatch] = value
+
 
 _values: dict[tuple[int, str], _Values] = {}  # by id of the module, and name
 
@@ -92,10 +99,11 @@ class _OfMicrobatch(stand_ins.WatchedAttribute):
         if _core.in_backward():
             self._set_in_backward(module, kept, values, microbatch, value)
             return
-        if kept.unseen:
-            _core.refuse_foreseen()
         if values is None:
             values = _values[id(module), self.name] = _Values(module)
+        if kept.unseen:
+            before = values.by_microbatch.get(microbatch, _ABSENT)
+            _core.refuse_foreseen(functools.partial(values.restore, microbatch, before))
         if kept.counted and microbatch not in values.by_microbatch:
             _core.await_turn(kept.gate)
         if values.read_before > microbatch:

@@ -9,7 +9,7 @@ activation, perhaps shared with other models: they run on their caller's rank.
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ Runs = dict[str, list[tuple[int | None, list[nn.Module]]]]
 
 
 # Bits of an entry's byte in a step: as in csrc/python/modules/step.c.
-TRAINS, CHAINS = 1, 2
+TRAINS, CHAINS, COLLECTIVE = 1, 2, 4
 
 
 # Activation checkpointing of a run: whether random numbers are drawn again, and the size of a
@@ -206,12 +206,19 @@ def chainable(
     stateful = (turns.modules, turns.reads, turns.carried, turns.own, turns.restored)
     kept = {path for table in stateful for path in table}
     never = {id(named[path]) for path in (*kept, *changing)}
-    found = []
-    for entry in entries:
-        members = entry.callable.children if entry.module is None else [entry.module]
-        inside = (id(one) for member in members for one in member.modules())
-        found.append(never.isdisjoint(inside))
-    return found
+    return [never.isdisjoint(map(id, _inside(entry))) for entry in entries]
+
+
+def collective(root: nn.Module, entries: list[Entry]) -> list[bool]:
+    """By entry: whether a call has collectives of the TP_GROUP, of a split module in it."""
+    split = [module for module in root.modules() if marks.PATH in module.__dict__]
+    within = {id(one) for module in split for one in module.modules()}
+    return [any(id(one) in within for one in _inside(entry)) for entry in entries]
+
+
+def _inside(entry: Entry) -> Iterator[nn.Module]:
+    members = entry.callable.children if entry.module is None else [entry.module]
+    return (one for member in members for one in member.modules())
 
 
 def mark_remote_buffers(

@@ -68,7 +68,8 @@ def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:
     flags = bytearray()
     for model in models:
         its = parts_of(model)
-        for entry, chains in zip(its.entries, its.chainable, strict=True):
+        kinds = zip(its.entries, its.chainable, its.collective, strict=True)
+        for entry, chains, collective in kinds:
             members = entry.callable.children if entry.module is None else [entry.module]
             inside = [p for m in members for p in m.parameters()]
             trains = remote_modules.TRAINS * any(p.requires_grad for p in inside)
@@ -77,7 +78,8 @@ def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:
             if chains and rt.cfg.offload_activations:
                 inner = (m for member in members for m in member.modules())
                 chains = not any(hasattr(type(m), CHECKPOINTED) for m in inner)
-            flags.append(trains | remote_modules.CHAINS * chains)
+            kind = remote_modules.CHAINS * chains | remote_modules.COLLECTIVE * collective
+            flags.append(trains | kind)
             uses.extend(sorted({number[id(p)] for p in inside if id(p) in number}))
             first.append(len(uses))
     _core.gradients_setup(local, first, uses, _sum_of_layouts)

@@ -71,7 +71,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None, boo
     if collected is None and state is None and not made and not link:
         return None
     values = () if collected is None else collected.values
-    chains = not link and (state is None or not state[0])  # inference: no counts of changes
+    chains = state is None or not state[0]  # inference: no counts of changes
     if collected is None and not link:
         return (state, values, made, link), None, chains
 

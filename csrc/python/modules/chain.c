@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "python/modules/object_changes.h"
+#include "python/modules/wait.h"
 #include "python/values/pack_scalar.h"
 #include "python/values/pack_value.h"
 #include "python/values/registry.h"
@@ -25,6 +26,7 @@ typedef struct {
 
 typedef struct smp_chain {
     bool        grad;
+    uint64_t    agreed;    /* smp_chain_plan's */
     size_t      n;         /* further calls */
     size_t      at;        /* the next one, from 0 */
     foreseen   *next;      /* owned */
@@ -346,6 +348,7 @@ smp_chain_begin(smp_task *task, const smp_call_site *site, const smp_chain_plan 
         return PyErr_NoMemory();
     }
     chain->grad = site->grad;
+    chain->agreed = plan->agreed;
     if (smp_unpack_init(&chain->last, smp_the_session.comm, response, NULL, false,
                         false) < 0) {
         goto fail;
@@ -438,6 +441,32 @@ are_foreseen(const smp_chain *chain, const foreseen *next, const smp_pack *pack)
     return 1;
 }
 
+/* Whether all tp_ranks make the next foreseen call, as this one does or does not;
+ * without an agreement, whether this one does.  -1 with an exception. */
+static int
+all_make_it(const smp_chain *chain, int does)
+{
+    const smp_ballot ballot = {.call = chain->agreed,
+                               .subject = SMP_BALLOT_MADE | (uint32_t)chain->at,
+                               .entry = chain->next[chain->at].call->entry};
+
+    return chain->agreed == 0
+               ? does
+               : smp_session_agree(&ballot, &(uint32_t){1}, does ? 1 : 0);
+}
+
+/* This rank makes the next foreseen call by itself, or not at all. */
+static int
+drop(smp_task *task)
+{
+    smp_chain *chain = task->chain;
+    const int  failed = all_make_it(chain, false) < 0 ? -1 : 0;
+
+    task->chain = NULL;
+    free_chain(chain);
+    return failed;
+}
+
 int
 smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
 {
@@ -472,12 +501,13 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
         PyErr_Clear(); /* the call itself raises it, with its name */
         same = 0;
     }
-    if (same == 0) {
+    same = all_make_it(chain, same);
+    if (same <= 0) {
         smp_link_miss(next->link);
         free_chain(chain);
         task->chain = NULL;
         smp_pack_fini(&pack);
-        return 0;
+        return same;
     }
     chain->at++;
     outputs = chain->at < chain->n ? &chain->described[chain->at] : &chain->last;
@@ -531,9 +561,16 @@ void
 smp_chain_leave(smp_task *task)
 {
     if (task->chain != NULL) {
+        PyObject *type;
+        PyObject *error;
+        PyObject *traceback;
+
         smp_link_miss(task->chain->next[task->chain->at].link);
-        free_chain(task->chain);
-        task->chain = NULL;
+        PyErr_Fetch(&type, &error, &traceback);
+        if (drop(task) < 0) {
+            PyErr_Clear(); /* the step has failed */
+        }
+        PyErr_Restore(type, error, traceback);
     }
     smp_links_leave(task);
 }
@@ -573,9 +610,8 @@ py_touch_output(PyObject *unused, PyObject *args)
         Py_RETURN_NONE;
     }
     smp_link_end((smp_link *)(uintptr_t)link, true);
-    if (task->chain != NULL && is_expected(task->chain, tensor)) {
-        free_chain(task->chain);
-        task->chain = NULL;
+    if (task->chain != NULL && is_expected(task->chain, tensor) && drop(task) < 0) {
+        return NULL;
     }
     Py_RETURN_NONE;
 }

@@ -2,9 +2,11 @@
 
 #include <stdlib.h>
 
+#include "common/mix.h"
 #include "python/modules/passing.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
+#include "python/modules/wait.h"
 #include "python/values/pack_scalar.h"
 #include "python/values/pack_value.h"
 #include "python/values/tensor.h"
@@ -68,22 +70,43 @@ end_where_unknown(const smp_task *task, smp_chain_plan *plan)
     }
 }
 
+/* Leaves the calls planned by all tp_ranks. */
+static int
+agree(smp_chain_plan *plan, const smp_call_site *site)
+{
+    const smp_ballot ballot = {
+        .call = plan->agreed, .subject = SMP_BALLOT_PLAN, .entry = site->entry};
+    uint32_t words[SMP_CHAIN_MOST];
+    int      outcome;
+
+    for (size_t i = 0; i < plan->n; i++) {
+        words[i] =
+            (uint32_t)smp_mix((uint64_t)plan->calls[i]->entry, plan->calls[i]->before);
+    }
+    outcome = smp_session_agree(&ballot, words, plan->n);
+    cut_plan(plan, outcome < 0 ? 0 : (size_t)outcome);
+    return outcome < 0 ? -1 : 0;
+}
+
 int
 smp_chain_foresee(smp_task *task, smp_call_site *site, smp_chain_plan *plan)
 {
-    int32_t  entry = site->entry;
-    uint32_t before = site->before;
+    const smp_entry *first = &smp_the_session.entries[site->entry];
+    int32_t          entry = site->entry;
+    uint32_t         before = site->before;
+    const bool       collective = first->collective && first->chains &&
+                            task->backward_depth == 0 && !smp_the_session.in_sequence;
 
     plan->n = 0;
-    if (!site->chains) {
-        return 0;
-    }
-    while (plan->n < SMP_CHAIN_MOST) {
-        smp_link *link = smp_link_find(task, entry, before, site->grad);
+    plan->agreed = 0;
+    while (site->chains && plan->n < SMP_CHAIN_MOST) {
+        smp_link        *link = smp_link_find(task, entry, before, site->grad);
+        const smp_entry *next = link == NULL || link->next == NULL
+                                    ? NULL
+                                    : &smp_the_session.entries[link->next->entry];
 
-        if (link == NULL || link->next == NULL ||
-            !smp_the_session.entries[link->next->entry].chains ||
-            smp_the_session.entries[link->next->entry].nests) {
+        if (next == NULL || !next->chains || next->nests ||
+            (next->collective && !collective)) {
             break;
         }
         plan->calls[plan->n] = link->next;
@@ -94,6 +117,13 @@ smp_chain_foresee(smp_task *task, smp_call_site *site, smp_chain_plan *plan)
         before = link->next->before;
     }
     end_where_unknown(task, plan);
+    if (collective) {
+        plan->agreed =
+            smp_call_of(task->number, (uint64_t)site->entry, site->before, task->phase);
+        if (agree(plan, site) < 0) {
+            return -1;
+        }
+    }
     if (plan->n == 0) {
         return 0;
     }
@@ -203,7 +233,7 @@ smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan,
 {
     const size_t here = call->nstretches == 0 ? plan->n : call->stretches[1].first - 1;
     int          failed = pack_past(pack, task, plan) < 0 ||
-                         smp_place_pack(pack, call->stretches, call->nstretches) < 0 ||
+                         smp_place_pack(pack, call, plan->agreed) < 0 ||
                          smp_pack_u32(pack, (uint32_t)plan->n) < 0 ||
                          smp_pack_u32(pack, (uint32_t)here) < 0
                               ? -1

@@ -18,12 +18,15 @@ typedef struct {
     uint64_t          seeds[SMP_CHAIN_MOST];
     smp_chain_source *sources[SMP_CHAIN_MOST]; /* owned: of each, in the request */
     size_t            n;                       /* further calls */
+    uint64_t          agreed; /* the first call's number, where all tp_ranks make these
+                                 calls (server/ballots.h); 0: each for itself */
 } smp_chain_plan;
 
 /* Draws the call's seed, unless it is drawn.  0, or -1 with an exception. */
 int smp_call_draw(smp_call_site *site);
 
-/* The calls after this one, as learned.  0, or -1 with an exception. */
+/* The calls after this one, as learned; of a call with collectives those that all
+ * tp_ranks have learned.  0, or -1 with an exception. */
 int smp_chain_foresee(smp_task *task, smp_call_site *site, smp_chain_plan *plan);
 
 /* Whether one of them has parameters with requires_grad. */

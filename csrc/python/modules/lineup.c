@@ -4,6 +4,7 @@
 #include <stdatomic.h>
 
 #include "comm/messaging/comm.h"
+#include "python/modules/serve_chain.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
 #include "python/modules/task.h"
@@ -53,6 +54,10 @@ py_distributed_call(PyObject *module, PyObject *text)
             "smp: distributed module '%s' was called by a thread of the "
             "script during a step; call it in the step function",
             path);
+    }
+    if (task->foreseen && smp_the_session.pipelines > 1 &&
+        !smp_the_session.entries[task->entry].collective) {
+        return smp_serve_chain_refuse(task); /* the other tp_ranks know of no chain */
     }
     called = number_of(path);
     if (smp_calls_count(&task->calls, called, &before) != SMP_OK) {

@@ -25,10 +25,15 @@ pack_new(smp_pack *pack, PyObject *value)
 }
 
 int
-smp_place_pack(smp_pack *pack, const smp_stretch *stretches, size_t nstretches)
+smp_place_pack(smp_pack *pack, const smp_call_object *call, uint64_t agreed)
 {
-    PyObject *calls;
+    const smp_stretch *stretches = call->stretches;
+    const size_t       nstretches = call->nstretches;
+    PyObject          *calls;
 
+    if (pack_new(pack, PyLong_FromUnsignedLongLong(agreed)) < 0) {
+        return -1;
+    }
     if (nstretches == 0) {
         return smp_pack_value(pack, Py_None);
     }
@@ -48,10 +53,20 @@ smp_place_pack(smp_pack *pack, const smp_stretch *stretches, size_t nstretches)
                                                         Py_None, 0ULL, (Py_ssize_t)0));
 }
 
+static int
+read_number(smp_unpack *unpack, uint64_t *number)
+{
+    PyObject *value = smp_unpack_value(unpack);
+
+    *number = value == NULL ? 0 : PyLong_AsUnsignedLongLong(value);
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 int
 smp_place_read(smp_place *place, smp_unpack *unpack, int source, uint64_t call)
 {
-    PyObject          *value = smp_unpack_value(unpack);
+    PyObject          *value;
     unsigned           stretch;
     unsigned           first;
     int                reply_to;
@@ -63,6 +78,10 @@ smp_place_read(smp_place *place, smp_unpack *unpack, int source, uint64_t call)
     PyObject          *origins;
 
     *place = (smp_place){.reply_to = source, .reply = call};
+    if (read_number(unpack, &place->agreed) < 0) {
+        return -1;
+    }
+    value = smp_unpack_value(unpack);
     if (value == NULL || value == Py_None) {
         Py_XDECREF(value);
         return value == NULL ? -1 : 0;
@@ -349,7 +368,8 @@ smp_pass_send(smp_pass *pass, const smp_served_chain *chain, const smp_context *
     next.call = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(calls, 0));
     next.seed = head->seed;
     next.number = head->number;
-    failed = pack_new(&pass->pack,
+    failed = pack_new(&pass->pack, PyLong_FromUnsignedLongLong(place->agreed)) < 0 ||
+             pack_new(&pass->pack,
                       Py_BuildValue(
                           "(IIiKKKiNOOKn)", place->stretch + 1,
                           (unsigned)(place->first + chain->n), place->reply_to,

@@ -14,6 +14,7 @@
 #include "python/modules/run_entry.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
+#include "python/modules/wait.h"
 #include "python/values/pack_scalar.h"
 #include "python/values/pack_value.h"
 #include "python/values/tensor.h"
@@ -201,7 +202,8 @@ read_call(smp_unpack *from, smp_context *context, smp_served_call *calls, size_t
 static void
 raise_refused(void)
 {
-    PyErr_SetString(PyExc_RuntimeError, "smp: a call of a chain sets an attribute");
+    PyErr_SetString(PyExc_RuntimeError,
+                    "smp: a call of a chain has effects, and may be in vain");
 }
 
 /* The value of a call, or NULL with an exception: a module may have gone on behind one.
@@ -340,10 +342,28 @@ keep(smp_served_chain *chain, smp_context *context, uint64_t call, smp_pass *pas
     return failed ? -1 : 0;
 }
 
+/* The last effect first. */
+static int
+undo_effects(smp_task *task)
+{
+    Py_ssize_t n = task->undo == NULL ? 0 : PyList_GET_SIZE(task->undo);
+    int        failed = 0;
+
+    while (failed == 0 && n-- > 0) {
+        PyObject *done = PyObject_CallNoArgs(PyList_GET_ITEM(task->undo, n));
+
+        failed = done == NULL ? -1 : 0;
+        Py_XDECREF(done);
+    }
+    Py_CLEAR(task->undo);
+    return failed;
+}
+
 /* Takes the exception of call `at`: the caller makes all calls itself, and may get it
- * from there. */
+ * from there.  call: the request's. */
 static bool
-answer_undone(size_t at, const smp_served_chain *chain, smp_envelope *envelope)
+answer_undone(size_t at, const smp_served_chain *chain, smp_task *task, uint64_t call,
+              smp_envelope *envelope)
 {
     const smp_place *place = &chain->place;
     smp_pack         pack;
@@ -353,6 +373,9 @@ answer_undone(size_t at, const smp_served_chain *chain, smp_envelope *envelope)
         return false;
     }
     PyErr_Clear();
+    if (undo_effects(task) < 0 || !smp_context_release(call)) {
+        return false;
+    }
     envelope->flags |= SMP_FLAG_RESET;
     smp_pack_init(&pack, smp_the_session.comm, place->reply_to, NULL);
     sent = smp_pack_u32(&pack, place->first + (uint32_t)at) == 0 &&
@@ -429,6 +452,83 @@ read_chain(smp_served_chain *chain, smp_unpack *first, uint64_t call)
     return 0;
 }
 
+/* Prepares the next call.  *entry and *head: its. */
+static int
+prepare(smp_served_chain *chain, smp_unpack *first, smp_context *context, size_t at,
+        smp_chain_head *head)
+{
+    if (read_call(first, context, chain->calls, at, head) < 0 ||
+        check_order(chain, head, at) < 0 ||
+        (!(chain->flags & SMP_FLAG_GRAPH) &&
+         smp_gradients_suspect(chain->task->microbatch, head->entry) < 0)) {
+        return -1;
+    }
+    chain->entries[at] = head->entry;
+    return 0;
+}
+
+/* Whether the calls up to `at` went well on all tp_ranks, and the next may run there.
+ * good: how much of it this rank says: 2, 1 (the next may not), or 0.  1; 0 with an
+ * exception that undoes the chain. */
+static bool
+all_go_on(const smp_served_chain *chain, size_t *at, int good)
+{
+    const smp_ballot ballot = {.call = chain->place.agreed,
+                               .subject = SMP_BALLOT_SERVED |
+                                          (uint32_t)(chain->place.first + *at),
+                               .entry = chain->task->entry};
+    PyObject        *type;
+    PyObject        *error;
+    PyObject        *traceback;
+    int              outcome;
+
+    PyErr_Fetch(&type, &error, &traceback);
+    outcome = chain->place.agreed == 0
+                  ? good
+                  : smp_session_agree(&ballot, (const uint32_t[]){1, 1}, (size_t)good);
+    if (outcome < 0 || (outcome < 2 && type == NULL)) {
+        Py_XDECREF(type);
+        Py_XDECREF(error);
+        Py_XDECREF(traceback);
+        if (outcome >= 0) {
+            PyErr_SetString(PyExc_RuntimeError,
+                            "smp: another tp_rank has undone a chain of calls");
+        }
+    } else {
+        PyErr_Restore(type, error, traceback);
+    }
+    *at += outcome > 0;
+    return outcome == 2;
+}
+
+/* Runs this owner's calls.  value: the first one's, taken; NULL with an exception.  at:
+ * the number of calls that went well.  0, or -1 with an exception. */
+static int
+run_calls(smp_served_chain *chain, smp_unpack *first, PyObject *value,
+          smp_context *context, smp_chain_head *head, smp_task *task, uint64_t call,
+          smp_pass *pass, size_t *at)
+{
+    for (;;) {
+        const bool last = *at + 1 == chain->n;
+        int        good = 0;
+
+        if (value != NULL && pack_outputs(chain, *at, value,
+                                          &smp_the_session.entries[head->entry]) == 0) {
+            good = 1 + (last ? smp_placeholders_fetch(task->placeholders) == 0 &&
+                                   keep(chain, context, call, pass) == 0
+                             : prepare(chain, first, context, *at + 1, head) == 0);
+        }
+        Py_XDECREF(value);
+        if (!all_go_on(chain, at, good)) {
+            return -1;
+        }
+        if (last) {
+            return 0;
+        }
+        value = run_call(chain, head, chain->calls[*at].unpack, task);
+    }
+}
+
 bool
 smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
                 smp_envelope *envelope, int source, smp_task *task)
@@ -442,36 +542,22 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
     smp_pass         pass = {0};
     size_t           at = 0;
     bool             sent = false;
+    int              failed;
 
     if (read_chain(&chain, first, envelope->call) < 0) {
         free_calls(&chain);
         return false;
     }
     chain.entries[0] = head.entry;
-    value = unless_refused(task, Py_XNewRef(value));
-    for (; value != NULL; at++) {
-        int failed =
-            pack_outputs(&chain, at, value, &smp_the_session.entries[head.entry]) < 0;
-
-        Py_CLEAR(value);
-        if (failed || at + 1 == chain.n) {
-            break;
-        }
-        if (read_call(first, context, chain.calls, at + 1, &head) == 0 &&
-            check_order(&chain, &head, at + 1) == 0 &&
-            ((chain.flags & SMP_FLAG_GRAPH) ||
-             smp_gradients_suspect(task->microbatch, head.entry) == 0)) {
-            chain.entries[at + 1] = head.entry;
-            value = run_call(&chain, &head, chain.calls[at + 1].unpack, task);
-        }
-    }
-    envelope->about = context->count = task->count;
+    context->count = task->count;
+    failed = run_calls(&chain, first, unless_refused(task, Py_XNewRef(value)), context,
+                       &head, task, envelope->call, &pass, &at);
+    envelope->about = task->count;
     response = *envelope;
     response.kind = SMP_MSG_RESPONSE;
     response.call = chain.place.reply;
-    if (PyErr_Occurred() != NULL || smp_placeholders_fetch(task->placeholders) < 0 ||
-        keep(&chain, context, envelope->call, &pass) < 0) {
-        sent = answer_undone(at, &chain, &response);
+    if (failed) {
+        sent = answer_undone(at, &chain, task, envelope->call, &response);
         envelope->flags = response.flags;
     } else if (chain.rest > 0) {
         sent = smp_pass_send(&pass, &chain, context, envelope) == 0;
@@ -488,18 +574,35 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
     return sent;
 }
 
-/* refuse_foreseen(): an exception in a call of a chain: it may run again. */
-static PyObject *
-py_refuse_foreseen(PyObject *unused, PyObject *nothing)
+PyObject *
+smp_serve_chain_refuse(smp_task *task)
 {
-    (void)unused;
-    (void)nothing;
-    if (smp_this_task == NULL || !smp_this_task->foreseen) {
-        Py_RETURN_NONE;
-    }
-    smp_this_task->refused = true;
+    task->refused = true;
     raise_refused();
     return NULL;
+}
+
+/* refuse_foreseen(undo): an exception in a call of a chain: it may run again.  A call
+ * with collectives goes on instead, since the other tp_ranks come to them; then undo()
+ * ends its effects. */
+static PyObject *
+py_refuse_foreseen(PyObject *unused, PyObject *undo)
+{
+    smp_task *task = smp_this_task;
+
+    (void)unused;
+    if (task == NULL || !task->foreseen) {
+        Py_RETURN_NONE;
+    }
+    if (!smp_the_session.entries[task->entry].collective) {
+        return smp_serve_chain_refuse(task);
+    }
+    task->refused = true;
+    if ((task->undo == NULL && (task->undo = PyList_New(0)) == NULL) ||
+        PyList_Append(task->undo, undo) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }
 
 /* The outputs at the places, (number of a call, number of its tensor), as a list (new).
@@ -563,8 +666,10 @@ smp_serve_fetch(smp_message *request)
 }
 
 static PyMethodDef functions[] = {
-    {"refuse_foreseen", py_refuse_foreseen, METH_NOARGS,
-     "refuse_foreseen(): raises in a call of a chain; its owner then undoes that"},
+    {"refuse_foreseen", py_refuse_foreseen, METH_O,
+     "refuse_foreseen(undo): raises in a call of a chain, or remembers undo(); its "
+     "owner "
+     "then undoes the chain"},
     {NULL, NULL, 0, NULL},
 };
 

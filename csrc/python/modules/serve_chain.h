@@ -23,6 +23,10 @@ bool smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
 /* Takes and answers the request for an output of a chain. */
 bool smp_serve_fetch(smp_message *request);
 
+/* The task runs a call that was made only foreseen, and it may run in vain: it may not.
+ * NULL, with an exception. */
+PyObject *smp_serve_chain_refuse(smp_task *task);
+
 /* Adds refuse_foreseen(), for code that may run for a call that was made only.  0, or
  * -1 with an exception. */
 int smp_serve_chain_add(PyObject *module);

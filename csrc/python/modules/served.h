@@ -26,8 +26,10 @@ typedef struct {
     smp_argument *from;     /* owned: of its tensors; NULL: all are the request's */
 } smp_served_call;
 
-/* The place of an owner's calls in a chain of several owners; of zeros in others. */
+/* The place of an owner's calls in a chain of several owners; of zeros in others, but
+ * for the first field. */
 typedef struct {
+    uint64_t  agreed; /* smp_chain_plan's */
     bool      several;
     uint32_t  stretch;       /* this owner's, from 0 */
     uint32_t  first;         /* number of its first call in the chain */

@@ -142,6 +142,7 @@ op_execute(void *ctx, smp_message *request)
     smp_chain_leave(&task);
     Py_CLEAR(task.placeholders);
     Py_CLEAR(task.again);
+    Py_CLEAR(task.undo);
     exit_context(context);
     smp_stream_leave(&task);
     smp_calls_fini(&task.calls);

@@ -20,6 +20,8 @@ typedef struct {
     bool      trains; /* has parameters with requires_grad; set at each step's begin */
     bool      chains; /* its calls may run before their caller has made them: chain.h */
     bool      nests;  /* a call of it has called other ranks, so it is in no chain */
+    bool collective;  /* its calls have collectives of the TP_GROUP: a chain with one
+                         runs on all tp_ranks, or on none (server/ballots.h) */
 } smp_entry;
 
 typedef struct {

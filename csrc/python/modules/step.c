@@ -56,7 +56,7 @@ read_end(smp_message *end)
 }
 
 /* Bits of an entry's byte: as in smp/modules/remote_modules.py. */
-enum { ENTRY_TRAINS = 1, ENTRY_CHAINS = 2 };
+enum { ENTRY_TRAINS = 1, ENTRY_CHAINS = 2, ENTRY_COLLECTIVE = 4 };
 
 /* step(kind, microbatches, active, turns, entry_flags, run_root, seed, backwards,
  * described)
@@ -96,6 +96,7 @@ py_step(PyObject *module, PyObject *args)
 
         session->entries[i].trains = (its & ENTRY_TRAINS) != 0;
         session->entries[i].chains = (its & ENTRY_CHAINS) != 0;
+        session->entries[i].collective = (its & ENTRY_COLLECTIVE) != 0;
     }
     PyBuffer_Release(&flags);
     if (session->in_step) {

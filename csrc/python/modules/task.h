@@ -30,6 +30,8 @@ typedef struct smp_task {
                                   checkpoints, before their backwards (nodes.h); NULL: none */
     bool foreseen; /* a call of a chain runs: it may run again, or in vain */
     bool refused;  /* it may not: serve_chain.h */
+    PyObject
+        *undo; /* owned: list of functions () -> None, for its effects; NULL: none */
 } smp_task;
 
 /* The task of this thread; NULL outside a step. */

@@ -1,6 +1,8 @@
 /* A task without the baton, until its response is here. */
 #include "python/modules/wait.h"
 
+#include <string.h>
+
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
 #include "python/modules/task.h"
@@ -26,4 +28,27 @@ smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry)
         return NULL;
     }
     return response;
+}
+
+int
+smp_session_agree(const smp_ballot *ballot, const uint32_t *words, size_t n)
+{
+    smp_ballot_list list = {.ballot = *ballot, .n = (uint32_t)n};
+    size_t          outcome;
+    smp_status      status;
+
+    memcpy(list.words, words, n * sizeof(*words));
+    smp_heap_give_scratch();
+    Py_BEGIN_ALLOW_THREADS;
+    status = smp_server_agree(smp_the_session.server, &list, &outcome);
+    Py_END_ALLOW_THREADS;
+    if (status == SMP_ERR_CLOSED) {
+        PyErr_SetNone(smp_the_session.aborted);
+        return -1;
+    }
+    if (status != SMP_OK) {
+        smp_session_raise(status, "agreeing on a chain of calls");
+        return -1;
+    }
+    return smp_stream_enter(smp_this_task) < 0 ? -1 : (int)outcome;
 }

@@ -13,4 +13,16 @@
  * `aborted` when the step failed. */
 smp_message *smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry);
 
+/* The subjects of ballots about a chain, with the place of a call in it; their call is
+ * the chain's first one. */
+enum {
+    SMP_BALLOT_PLAN = 0,         /* a word for each call */
+    SMP_BALLOT_SERVED = 1 << 16, /* 1: the owner's call went well; 1: so may the next */
+    SMP_BALLOT_MADE = 2 << 16,   /* 1: the caller makes the foreseen call */
+};
+
+/* Casts a list in a ballot (server/ballots.h).  The outcome, or -1 with an exception:
+ * `aborted` when the step failed. */
+int smp_session_agree(const smp_ballot *ballot, const uint32_t *words, size_t n);
+
 #endif
