@@ -180,8 +180,8 @@ def test_so_has_one_that_is_passed_from_owner_to_owner(way, owners):
 # Ways that one tp_rank may take alone: the calls with collectives stay the same.
 ALONE = (
     "plain", "another argument", "another value", "in place", "mask in place", "draws",
-    "hooked", "keeps", "changes", "uses what it shares", "touches", "touches later", "cache", "sets",
-    "two masks, in place", "two masks, another one",
+    "hooked", "keeps", "changes", "uses what it shares", "touches", "touches later", "cache",
+    "sets", "two masks, in place", "two masks, another one",
 )  # fmt: skip
 
 

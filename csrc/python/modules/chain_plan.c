@@ -233,7 +233,8 @@ smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan,
 {
     const size_t here = call->nstretches == 0 ? plan->n : call->stretches[1].first - 1;
     int          failed = pack_past(pack, task, plan) < 0 ||
-                         smp_place_pack(pack, call, plan->agreed) < 0 ||
+                         smp_place_pack(pack, call->stretches, call->nstretches,
+                                                 plan->agreed) < 0 ||
                          smp_pack_u32(pack, (uint32_t)plan->n) < 0 ||
                          smp_pack_u32(pack, (uint32_t)here) < 0
                               ? -1

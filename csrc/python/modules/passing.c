@@ -25,11 +25,10 @@ pack_new(smp_pack *pack, PyObject *value)
 }
 
 int
-smp_place_pack(smp_pack *pack, const smp_call_object *call, uint64_t agreed)
+smp_place_pack(smp_pack *pack, const smp_stretch *stretches, size_t nstretches,
+               uint64_t agreed)
 {
-    const smp_stretch *stretches = call->stretches;
-    const size_t       nstretches = call->nstretches;
-    PyObject          *calls;
+    PyObject *calls;
 
     if (pack_new(pack, PyLong_FromUnsignedLongLong(agreed)) < 0) {
         return -1;

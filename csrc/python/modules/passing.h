@@ -19,7 +19,6 @@
 #define SMP_PYTHON_MODULES_PASSING_H
 
 #include "python/modules/context.h"
-#include "python/modules/nodes.h"
 #include "python/modules/served.h"
 #include "python/modules/stretch.h"
 
@@ -27,8 +26,10 @@
 
 /* Appends the place of the caller's request.
  *
- * agreed  smp_chain_plan's. */
-int smp_place_pack(smp_pack *pack, const smp_call_object *call, uint64_t agreed);
+ * stretches  NULL: the chain has one owner.
+ * agreed     smp_chain_plan's. */
+int smp_place_pack(smp_pack *pack, const smp_stretch *stretches, size_t nstretches,
+                   uint64_t agreed);
 
 /* Reads it, from the rank of the comm for the call. */
 int smp_place_read(smp_place *place, smp_unpack *unpack, int source, uint64_t call);
