@@ -91,4 +91,5 @@ from smp.start.initialization import init, is_initialized, reset, shutdown
 from smp.state_mod import core, state
 from smp.tensor_parallel.splits.marking import set_tensor_parallelism, tensor_parallelism
 from smp.tensor_parallel.splits.replacement import tp_register, tp_register_with_module
-from smp.timeline.timeline import save_trace
+from smp.timeline.summary import TraceSummary
+from smp.timeline.timeline import save_trace, trace_summary

@@ -27,6 +27,7 @@ flags: str  # of the compiler
 has_gpu_kernels: bool  # the build has the kernels of tensor parallelism for GPUs
 operations: dict[str, int]  # "all-reduce" -> its number for `Group.work_item`
 phases: tuple[str, ...]  # "forward", "backward", by number
+misses: tuple[str, ...]  # reasons for calls of a chain in vain, by number
 reductions: dict[str, int]  # "sum" -> its number for `Group.work_item`
 transports: tuple[str, ...]  # those of every build, in the order of preference
 
@@ -218,7 +219,7 @@ def current() -> int | None:
 def task_number() -> int | None:
     """The number of this thread's task (``csrc/server/calls.h``); None: it runs none."""
 
-def timeline() -> list[tuple[int, int, int, int, int, int]]:
+def timeline() -> list[tuple[int, int, int, int, int, int, int]]:
     """The last step's events, oldest first: (nanoseconds, worker, kind, phase, microbatch,
     entry)."""
 
@@ -253,6 +254,11 @@ def requests() -> int | None:
 
 def set_requests(number: int, /) -> None:
     """The next request is the one after this."""
+
+def chains() -> list[tuple[int, list[int]]]:
+    """Calls that this rank has learned to follow one another: by the caller's entry, -1 for the
+    step function, the called entries.
+    """
 
 def touch_output(tensor: Tensor, call: Any, link: int, /) -> None:
     """The caller uses an output of a chain: it ends there in later steps, and now, too, if

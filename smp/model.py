@@ -419,7 +419,9 @@ class DistributedModel(live_models.LiveModel):
                 "smp: the model is partitioned in its first step, not before; use smp.plan to "
                 "look ahead"
             )
-        return decision.report(self._smp_split, gathers_of(self._smp_module))
+        return decision.report(
+            self._smp_split, gathers_of(self._smp_module), core_tables.chains_of(self)
+        )
 
     def state_dict(  # type: ignore[override]
         self, gather_to_rank0: bool = False, cast_to_cpu: bool = True

@@ -294,7 +294,7 @@ def test_a_chain_is_one_request():
             after = _core.counters()
         sent[fast] = {name: after[name] - before[name] for name in ("messages", "bytes")}
         begun = [event for event in _core.timeline() if event[2:4] == (0, 0)]
-        forwards[fast] = sorted((at, entry) for *_, at, entry in begun)
+        forwards[fast] = sorted((at, entry) for *_, at, entry, _ in begun)
         rank = smp.pp_rank()
         smp.shutdown()
     if rank == 1:  # all calls of a chain are in the timeline

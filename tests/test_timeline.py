@@ -12,7 +12,9 @@ from torch import nn
 
 import smp
 from smp import _core
-from smp.timeline.timeline import as_json, read_events, working
+from smp.timeline.summary import summarize
+from smp.timeline.tasks import read_events, working
+from smp.timeline.timeline import as_json
 from smp.timeline.timeline_picture import merged, picture, shade
 from tests.ranks import on_ranks
 
@@ -38,6 +40,8 @@ def slices_of(trace):
     for event in trace["traceEvents"]:
         assert {"ph", "pid", "tid", "ts", "name"} <= event.keys()
         row = event["pid"], event["tid"]
+        if event["ph"] in "sfi":  # a chain's pass or note
+            continue
         if event["ph"] == "M":
             named.setdefault(row, {})[event["name"]] = event["args"]
             continue
@@ -112,14 +116,14 @@ def test_save_trace_needs_init(tmp_path):
 # Worker 0 runs the step function, which waits for a response and then for its turn to
 # go backward; the core notes that it goes on before it notes the phase.
 EVENTS = [
-    (100, 0, BEGIN, 0, 5, -1),
-    (110, 0, WAIT, 0, 5, -1),
-    (112, 1, BEGIN, 0, 5, 0),
-    (118, 1, END, 0, 5, 0),
-    (130, 0, GO, 0, 5, -1),
-    (140, 0, WAIT, 0, 5, -1),
-    (150, 0, GO, 0, 5, -1),
-    (170, 0, END, 1, 5, -1),
+    (100, 0, BEGIN, 0, 5, -1, 0),
+    (110, 0, WAIT, 0, 5, -1, 0),
+    (112, 1, BEGIN, 0, 5, 0, 0),
+    (118, 1, END, 0, 5, 0, 0),
+    (130, 0, GO, 0, 5, -1, 0),
+    (140, 0, WAIT, 0, 5, -1, 0),
+    (150, 0, GO, 0, 5, -1, 0),
+    (170, 0, END, 1, 5, -1, 0),
 ]
 
 
@@ -266,12 +270,12 @@ def test_the_picture_is_to_scale(length_ns):
     """Two microbatches, each a third of the step, on the first of two ranks; then a gap."""
     third = length_ns // 3
     events = [
-        (0, 0, BEGIN, 0, 0, -1),
-        (third, 0, END, 0, 0, -1),
-        (third, 0, BEGIN, 0, 1, -1),
-        (2 * third, 0, END, 1, 1, -1),
+        (0, 0, BEGIN, 0, 0, -1, 0),
+        (third, 0, END, 0, 0, -1, 0),
+        (third, 0, BEGIN, 0, 1, -1, 0),
+        (2 * third, 0, END, 1, 1, -1, 0),
     ]
-    last = [(0, 0, BEGIN, 0, 0, -1), (3 * third, 0, END, 0, 0, -1)]
+    last = [(0, 0, BEGIN, 0, 0, -1, 0), (3 * third, 0, END, 0, 0, -1, 0)]
     text = picture([read_events(events, []), read_events(last, [])])
     drawn = ElementTree.fromstring(text)
 
@@ -289,7 +293,8 @@ def test_the_picture_is_to_scale(length_ns):
     assert [r.get("y") for r in rects] == [idle[0].get("y")] * 2 + [idle[1].get("y")]
     words = [t.text for t in drawn.iter(f"{SVG}text")]
     assert {"67% busy", "100% busy", "rank 0", "rank 1"} <= set(words)
-    assert f"2 microbatches, {3 * third / 1e6:.1f} ms" in words
+    told = f"2 microbatches, {3 * third / 1e6:.1f} ms: work 83.3 %, bubble 16.7 %"
+    assert any(word.startswith(told) for word in words)
     assert drawn.find(f"{SVG}title").text == "One step on 2 ranks"
     inside = [t for t in drawn.iter(f"{SVG}text") if t.get("class") == ""]
     assert [(t.text, t.get("fill")) for t in inside] == [
@@ -314,7 +319,7 @@ def picture_of_microbatches(count):
         task
         for number in range(count)
         for task in read_events(
-            [(number, 0, BEGIN, 0, number, -1), (number + 1, 0, END, 0, number, -1)], []
+            [(number, 0, BEGIN, 0, number, -1, 0), (number + 1, 0, END, 0, number, -1, 0)], []
         )
     ]
     drawn = ElementTree.fromstring(picture([tasks]))
@@ -349,3 +354,83 @@ def test_of_a_long_step_the_last_events_are_kept():
     calls(torch.ones(1, 4))
     times = [at for at, *_ in _core.timeline()]
     assert len(times) == 65_536 and times == sorted(times)
+
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.wide = False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if self.wide and block is self.blocks[1]:
+                x = x * 2
+        return x.sum()
+
+
+@on_ranks(3)
+def test_a_chain_is_in_the_trace_the_summary_and_the_report(tmp_path):
+    smp.init({"pipeline_parallel_degree": 3, "microbatches": 2})
+    net = Loop()
+    smp.set_partition(net, 0)
+    for i, block in enumerate(net.blocks):
+        smp.set_partition(block, 1 + i // 2)
+    model = smp.DistributedModel(net)
+
+    @smp.step
+    def train(x):
+        model.backward(model(x))
+
+    for _ in range(3):
+        train(torch.ones(4, 4))
+    found = smp.trace_summary()
+    shares = (found.work, found.bubble, found.relay, found.imbalance, found.overhead)
+    assert sum(shares) == pytest.approx(100) and min(shares) >= 0
+    assert [pytest.approx(100)] * 3 == [sum(its) for its in found.by_rank]
+    assert (found.chains, found.passed, found.fetched) == ((2, 8), 4, 0)
+    smp.save_trace(tmp_path / "trace.json")
+    smp.barrier()
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    slices_of(trace)
+    assert trace["otherData"]["summary"] == str(found)
+    arrows = [(e["ph"], e["pid"]) for e in trace["traceEvents"] if e.get("cat") == "chain"]
+    assert (
+        sorted(arrows)
+        == [("f", 1), ("f", 1), ("f", 2), ("f", 2), ("s", 1), ("s", 1)] + [("s", 2)] * 2
+    )
+    report = model.partition_report()
+    told = "One request for 4 calls: blocks.0 to blocks.3, rank 1 to 2"
+    assert (told in str(report)) == (smp.pp_rank() == 0)
+
+    model.module.wide = True
+    train(torch.ones(4, 4))
+    found = smp.trace_summary()
+    assert found.fetched == 2
+    assert set(found.missed) == {("blocks.2", "its argument was used by an operator")} or (
+        set(found.missed) == {("blocks.2", "called with other tensors")}
+    )
+    assert "in vain 2 times: blocks.2" in str(found)
+
+
+def test_the_shares_of_a_step():
+    # Rank 1 works on far from 112 to 118; the second request comes after 5 ns by the caller.
+    ranks = [
+        read_events(EVENTS, ["far"]),
+        read_events(
+            [
+                (115, 0, BEGIN, 0, 5, 0, 0),
+                (120, 0, END, 0, 5, 0, 0),
+                (130, 0, BEGIN, 0, 5, 0, 0),
+                (135, 0, END, 0, 5, 0, 0),
+            ],
+            ["far"],
+        ),
+    ]
+    found = summarize(ranks)
+    (work, bubble, relay, other), (work1, bubble1, relay1, other1) = found.by_rank
+    assert found.milliseconds == pytest.approx(70e-6)
+    assert [round(x * 0.7) for x in (work, bubble, relay, other)] == [46, 0, 0, 24]
+    assert [round(x * 0.7) for x in (work1, bubble1, relay1, other1)] == [10, 50, 10, 0]
+    assert found.imbalance == pytest.approx(100 * 24 / 140) and found.overhead == 0

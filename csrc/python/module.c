@@ -15,6 +15,7 @@
 #include "python/modules/serve_chain.h"
 #include "python/modules/session_binding.h"
 #include "python/modules/step.h"
+#include "python/modules/timeline_binding.h"
 #include "python/modules/watch.h"
 #include "python/partition_binding.h"
 #include "python/process/comm_binding.h"
@@ -41,14 +42,15 @@ module_exec(PyObject *module)
     if (smp_torch_load() < 0 || smp_error_add(module) < 0 ||
         smp_session_binding_add(module) < 0 || smp_codec_add(module) < 0 ||
         smp_nodes_add(module) < 0 || smp_step_add(module) < 0 ||
-        smp_call_add(module) < 0 || smp_context_add(module) < 0 ||
-        smp_chain_add(module) < 0 || smp_fetch_add(module) < 0 ||
-        smp_serve_chain_add(module) < 0 || smp_gradients_add_functions(module) < 0 ||
-        smp_python_add_comm(module) < 0 || smp_comm_add(module) < 0 ||
-        smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||
-        smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
-        smp_heap_add_functions(module) < 0 || smp_python_add_log(module) < 0 ||
-        smp_python_add_tp_kernels(module) < 0 || smp_lineup_add(module) < 0) {
+        smp_timeline_binding_add(module) < 0 || smp_call_add(module) < 0 ||
+        smp_context_add(module) < 0 || smp_chain_add(module) < 0 ||
+        smp_fetch_add(module) < 0 || smp_serve_chain_add(module) < 0 ||
+        smp_gradients_add_functions(module) < 0 || smp_python_add_comm(module) < 0 ||
+        smp_comm_add(module) < 0 || smp_group_add(module) < 0 ||
+        smp_mail_add(module) < 0 || smp_python_add_partition(module) < 0 ||
+        smp_watch_add_functions(module) < 0 || smp_heap_add_functions(module) < 0 ||
+        smp_python_add_log(module) < 0 || smp_python_add_tp_kernels(module) < 0 ||
+        smp_lineup_add(module) < 0) {
         return -1;
     }
     if (PyModule_AddStringConstant(module, "compiler", COMPILER) < 0 ||

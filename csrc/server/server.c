@@ -368,6 +368,19 @@ smp_server_go_on_with(smp_server *server, int32_t entry)
     begin_work(server, self);
 }
 
+void
+smp_server_note(smp_server *server, smp_event_kind kind, int32_t entry, int32_t about)
+{
+    const smp_worker *self = smp_workers_self();
+
+    smp_timeline_add(&server->timeline, (smp_event){.microbatch = self->microbatch,
+                                                    .entry = entry,
+                                                    .worker = self->number,
+                                                    .kind = (uint8_t)kind,
+                                                    .phase = (uint8_t)self->phase,
+                                                    .about = about});
+}
+
 static void
 run_task(smp_server *server, smp_worker *self)
 {

@@ -113,6 +113,10 @@ smp_status smp_server_wait(smp_server *server, uint64_t call, smp_wait_kind kind
  * board and in the timeline. */
 void smp_server_go_on_with(smp_server *server, int32_t entry);
 
+/* An event of the running task in the timeline, with an entry called by the task. */
+void smp_server_note(smp_server *server, smp_event_kind kind, int32_t entry,
+                     int32_t about);
+
 /* The step function of `microbatch` calls no module for the first time any more. */
 void smp_server_forward_done(smp_server *server, int32_t microbatch);
 

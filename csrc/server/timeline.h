@@ -18,6 +18,11 @@ typedef enum {
     SMP_EVENT_WAIT,  /* ... waits inside it */
     SMP_EVENT_GO,    /* ... goes on */
     SMP_EVENT_END,   /* ... has finished it */
+    /* Within a task; `about` says more.  Their entry is the called one's. */
+    SMP_EVENT_CHAIN, /* it calls a chain, of so many calls */
+    SMP_EVENT_PASS,  /* it passes a chain on, to this pp_rank */
+    SMP_EVENT_FETCH, /* it fetches so many outputs of a chain */
+    SMP_EVENT_MISS,  /* it does not make a foreseen call: the reason */
 } smp_event_kind;
 
 typedef struct {
@@ -27,6 +32,7 @@ typedef struct {
     uint16_t worker; /* number of the worker on its rank */
     uint8_t  kind;   /* smp_event_kind */
     uint8_t  phase;  /* smp_phase */
+    int32_t  about;  /* see smp_event_kind; else 0 */
 } smp_event;
 
 typedef struct {

@@ -80,11 +80,12 @@ class Partition:
         self,
         split: Sequence[tuple[str, str, str]] = (),
         gathered: Mapping[str, int] | None = None,
+        chains: Sequence[Sequence[str]] = (),
     ) -> Any:
         """A :class:`smp.partitioning.report.PartitionReport` of it; see there for arguments."""
         from smp.partitioning.report import PartitionReport
 
-        return PartitionReport(self, split, gathered)
+        return PartitionReport(self, split, gathered, chains)
 
     def to_bytes(self) -> bytes:
         """The partition as plain numbers and strings, for :meth:`from_bytes`."""

@@ -35,6 +35,8 @@ class PartitionReport:
             a whole module ("" if split).
         gathered: by path of a split weight, the number of its gathers on this rank for uses
             without its module's call.
+        chains: calls of other ranks' modules made by this rank in one request, as learned in
+            the steps so far: their paths in the order of the calls.
     """
 
     def __init__(
@@ -42,10 +44,12 @@ class PartitionReport:
         partition: "Partition",
         split: Sequence[tuple[str, str, str]] = (),
         gathered: Mapping[str, int] | None = None,
+        chains: Sequence[Sequence[str]] = (),
     ):
         self.partition = partition
         self.split = list(split)
         self.gathered = dict(gathered or {})
+        self.chains = [list(chain) for chain in chains]
         self.costs: list[float] = list(partition.costs)
 
     def rank_of(self, name: str) -> int:
@@ -99,6 +103,7 @@ class PartitionReport:
             "",
             *_columns(self._rank_rows(), right={1, 2, len(self._kept("")) + 2}),
             *self._split_lines(),
+            *self._chain_lines(),
         ]
         return "\n".join(lines)
 
@@ -134,6 +139,17 @@ class PartitionReport:
             for path, count in self.gathered.items()
         ]
         return ["", f"Split over the TP_GROUP: {done}", *whose, *whole, *gathered]
+
+    def _chain_lines(self) -> list[str]:
+        """A line for each chain: its calls, and their ranks."""
+        lines = [""] if self.chains else []
+        for calls in self.chains:
+            ranks = list(dict.fromkeys(self.partition.rank_of.get(path, -1) for path in calls))
+            through = " to ".join(str(rank) for rank in ranks if rank >= 0)
+            lines.append(
+                f"One request for {len(calls)} calls: {calls[0]} to {calls[-1]}, rank {through}"
+            )
+        return lines
 
     def svg(self, path: str | os.PathLike) -> None:
         """Write the tree as a picture: width is cost, colour is rank, top is the root.

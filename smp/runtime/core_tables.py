@@ -96,6 +96,23 @@ def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:
     tables.grad_told = f"{some} ({crc32(of_all):08x})"
 
 
+def chains_of(model: LiveModel) -> list[list[str]]:
+    """The calls made by this rank in one request, as learned: paths of the model's modules."""
+    first = 0
+    for other in live_models.partitioned():
+        number = len(parts_of(other).entries)
+        if other is model:
+            paths = [entry.path for entry in parts_of(other).entries]
+            inside = range(first, first + number)
+            return [
+                [paths[call - first] for call in calls]
+                for _, calls in _core.chains()
+                if all(call in inside for call in calls)
+            ]
+        first += number
+    return []
+
+
 def parameters_now(tables: CoreTables) -> list[nn.Parameter]:
     """Those of all models, in each module that has them; each step's look at all of them.
 

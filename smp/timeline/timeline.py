@@ -1,9 +1,8 @@
 """Each rank's work in the last step: ``smp.save_trace``.
 
 The core notes when a worker begins a task, waits inside it, goes on and ends it (a ring of the
-last 65,536 events a step, ``csrc/server/timeline.h``).  Here these events become tasks and
-spans.  Those of all ranks of the PP_GROUP are brought together, and written in the trace event
-format of Chrome, or drawn.
+last 65,536 events a step, ``csrc/server/timeline.h``).  The tasks of all ranks of the PP_GROUP
+are brought together, and written in the trace event format of Chrome, or drawn, or summed up.
 
 Source of the format: Chromium, "Trace Event Format" (catapult project documentation).
 """
@@ -11,8 +10,7 @@ Source of the format: Chromium, "Trace Event Format" (catapult project documenta
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from smp import _core
@@ -21,37 +19,8 @@ from smp.modules import live_models
 from smp.ranks import CommGroup, rank
 from smp.state_mod import state
 from smp.timeline import timeline_picture
-
-STEP_FUNCTION = "step function"
-_BEGIN, _WAIT, _GO, _END = range(4)
-
-
-@dataclass
-class Span:
-    """A stretch of a task, of work or of waiting."""
-
-    start_ns: int
-    end_ns: int
-    phase: int  # 0 forward, 1 backward
-    waiting: bool
-
-
-@dataclass
-class Task:
-    """One request, or the step function on one microbatch, from begin to end."""
-
-    worker: int
-    microbatch: int
-    path: str
-    spans: list[Span] = field(default_factory=list)
-
-    @property
-    def start_ns(self) -> int:
-        return self.spans[0].start_ns
-
-    @property
-    def end_ns(self) -> int:
-        return self.spans[-1].end_ns
+from smp.timeline.summary import TraceSummary, summarize
+from smp.timeline.tasks import Task, passes_of, read_events, working
 
 
 def save_trace(path: str | os.PathLike) -> None:
@@ -72,68 +41,47 @@ def save_trace(path: str | os.PathLike) -> None:
         RuntimeError: before ``smp.init``.
         OSError: rank 0 cannot write the file.
     """
-    boot = state.job("smp.save_trace()").boot
+    ranks = _of_all_ranks("smp.save_trace()")
+    if rank() != 0:
+        return
+    text = timeline_picture.picture(ranks) if _is_svg(path) else as_json(ranks)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def trace_summary() -> TraceSummary:
+    """Where the last step's time went, on every rank of the PP_GROUP.
+
+    Collective over all ranks.  Without pipeline parallelism there are no requests, and all
+    shares are of nothing.
+
+    Returns:
+        the shares of work, bubble, relay, imbalance and overhead; ``print`` shows them.
+
+    Raises:
+        RuntimeError: before ``smp.init``.
+    """
+    return summarize(_of_all_ranks("smp.trace_summary()"))
+
+
+def _of_all_ranks(caller: str) -> list[list[Task]]:
+    """The tasks of the last step, by pp_rank.  Collective over the PP_GROUP."""
+    boot = state.job(caller).boot
     # Clocks of different hosts are compared by reading them when a collective ends.
     hosts = allgather(boot.host, CommGroup.PP_GROUP)
     now = time.monotonic_ns()
     models = live_models.partitioned()
     paths = [entry.path for model in models for entry in live_models.parts_of(model).entries]
     everyone = allgather((now, list(_core.timeline()), paths), CommGroup.PP_GROUP)
-    if rank() != 0:
-        return
     ranks = []
     for host, (clock, events, names) in zip(hosts, everyone, strict=True):
         ahead = 0 if host == hosts[0] else clock - everyone[0][0]
         ranks.append(read_events(events, names, ahead))
-    text = timeline_picture.picture(ranks) if _is_svg(path) else as_json(ranks)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+    return ranks
 
 
 def _is_svg(path: str | os.PathLike) -> bool:
     return os.fspath(path).lower().endswith(".svg")
-
-
-def read_events(
-    events: Iterable[tuple[int, int, int, int, int, int]],
-    paths: Sequence[str],
-    ahead_ns: int = 0,
-) -> list[Task]:
-    """The tasks of one rank, by their begin.
-
-    Args:
-        events: (time in ns, worker, kind, phase, microbatch, entry), oldest first; kind is
-            0 begin, 1 wait, 2 go on, 3 end; entry -1 is the step function.
-        paths: module path by entry.
-        ahead_ns: how far this rank's clock is ahead.
-
-    A task with its begin lost from the ring starts with its first event left; a task without an
-    end (the step failed) is left out.
-    """
-    done: list[Task] = []
-    under_way: dict[int, Task] = {}
-    since: dict[int, int] = {}
-    for at, worker, kind, phase, microbatch, entry in events:
-        at -= ahead_ns
-        if kind == _BEGIN or worker not in under_way:
-            path = STEP_FUNCTION if entry < 0 else paths[entry] or "(root)"
-            under_way[worker] = Task(worker, microbatch, path)
-            since[worker] = at
-            if kind == _BEGIN:
-                continue
-        # The phase of a span is its last event's: the step function changes from forward to
-        # backward while it waits for its turn.
-        under_way[worker].spans.append(Span(since[worker], at, phase, kind == _GO))
-        since[worker] = at
-        if kind == _END:
-            done.append(under_way.pop(worker))
-    return sorted(done, key=lambda task: task.start_ns)
-
-
-def working(tasks: Iterable[Task]) -> list[tuple[Span, Task]]:
-    """A rank's work, one stretch after the other; the rest of the time it idled."""
-    spans = [(span, task) for task in tasks for span in task.spans if not span.waiting]
-    return sorted(spans, key=lambda pair: pair[0].start_ns)
 
 
 def as_json(ranks: Sequence[list[Task]]) -> str:
@@ -144,7 +92,20 @@ def as_json(ranks: Sequence[list[Task]]) -> str:
         for pp_rank, tasks in enumerate(ranks)
         for event in (*_names(pp_rank, tasks), *_slices(pp_rank, tasks, first))
     ]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+    events += _passes(ranks, first)
+    summary = str(summarize(ranks))
+    trace: dict[str, Any] = {"displayTimeUnit": "ms"}
+    trace |= {"otherData": {"summary": summary}, "traceEvents": events}
+    return json.dumps(trace, separators=(",", ":"))
+
+
+def _passes(ranks: Sequence[list[Task]], first: int) -> Iterator[dict[str, Any]]:
+    """Arrows from an owner of a chain to the next one's request."""
+    for number, one in enumerate(passes_of(ranks)):
+        arrow = {"name": "chain", "cat": "chain", "id": number, "tid": 0}
+        at, to = ((ns - first) / 1000 for ns in (one.note.at_ns, one.received.start_ns))
+        yield arrow | {"ph": "s", "pid": one.pp_rank, "ts": at}
+        yield arrow | {"ph": "f", "bp": "e", "pid": one.note.about, "ts": to}
 
 
 def _names(pp_rank: int, tasks: Sequence[Task]) -> Iterator[dict[str, Any]]:
@@ -184,4 +145,8 @@ def _slices(pp_rank: int, tasks: Sequence[Task], first: int) -> Iterator[dict[st
             inner = "waiting" if span.waiting else _core.phases[span.phase]
             yield mark("B", row, span.start_ns, inner, **what(task, span.phase))
             yield mark("E", row, span.end_ns, inner)
+        for note in task.notes:
+            more = {"about": note.about} | ({"reason": note.reason} if note.reason else {})
+            event = mark("B", row, note.at_ns, f"{note.kind}: {note.path}", **more)
+            yield event | {"ph": "i", "s": "t"}
         yield mark("E", row, task.end_ns, name)

@@ -7,14 +7,13 @@ The file stands alone, and follows the reader's light or dark colour scheme.
 import colorsys
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from smp import _core
 from smp.partitioning.picture import colour
-
-if TYPE_CHECKING:
-    from smp.timeline.timeline import Task
+from smp.timeline.summary import summarize
+from smp.timeline.tasks import Task
 
 _WIDTH = 1200.0
 _MARGIN = 28.0
@@ -57,7 +56,7 @@ def shade(microbatch: int, phase: int) -> str:
     return "#" + "".join(f"{round(value * 255):02X}" for value in made)
 
 
-def picture(ranks: Sequence[list["Task"]]) -> str:
+def picture(ranks: Sequence[list[Task]]) -> str:
     """The text of an SVG file.
 
     Args:
@@ -71,6 +70,8 @@ def picture(ranks: Sequence[list["Task"]]) -> str:
     height = _TOP + rows + 46
     title = f"One step on {len(ranks)} rank{'s' * (len(ranks) != 1)}"
     told = f"{count} microbatches, {(last - first) / 1e6:.1f} ms"
+    if every:
+        told = f"{told}: {summarize(ranks).shares()}"
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" '
         f'width="{_WIDTH:g}" height="{height:g}" role="img">',
@@ -92,7 +93,7 @@ def picture(ranks: Sequence[list["Task"]]) -> str:
     return "\n".join([*out, "</svg>", ""])
 
 
-def merged(tasks: Sequence["Task"], gap_ns: float) -> list[Bar]:
+def merged(tasks: Sequence[Task], gap_ns: float) -> list[Bar]:
     """A rank's work in order; nearly adjacent stretches of one kind are one bar."""
     spans = [
         Bar(span.start_ns, span.end_ns, task.microbatch, span.phase)

@@ -346,6 +346,10 @@ make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool *undon
     if (task->backward_depth > 0) {
         envelope.flags |= SMP_FLAG_RECOMPUTE;
     }
+    if (plan->n > 0) {
+        smp_server_note(session->server, SMP_EVENT_CHAIN, site->entry,
+                        (int32_t)plan->n + 1);
+    }
     if ((plan->n > 0 && (smp_chain_part(call, task, plan) < 0 ||
                          smp_chain_pack(&pack, task, plan, call) < 0)) ||
         smp_pack_send(&pack, &envelope) < 0) {

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/modules/misses.h"
 #include "python/modules/object_changes.h"
 #include "python/modules/wait.h"
 #include "python/values/pack_scalar.h"
@@ -418,12 +419,15 @@ is_untouched(const smp_chain *chain, PyObject *tensor, long version)
     return found == NULL ? -1 : same;
 }
 
-/* Whether the packed arguments are the foreseen ones; -1 with an exception. */
+/* Whether the packed arguments are the foreseen ones; 0: *why not; -1 with an
+ * exception. */
 static int
-are_foreseen(const smp_chain *chain, const foreseen *next, const smp_pack *pack)
+are_foreseen(const smp_chain *chain, const foreseen *next, const smp_pack *pack,
+             smp_miss *why)
 {
     const smp_follower *call = next->call;
 
+    *why = SMP_MISS_VALUES;
     if (pack->ntensors != call->nsources || pack->values.size != call->values.size ||
         memcmp(pack->values.at, call->values.at, call->values.size) != 0) {
         return 0;
@@ -431,7 +435,9 @@ are_foreseen(const smp_chain *chain, const foreseen *next, const smp_pack *pack)
     for (size_t i = 0; i < pack->ntensors; i++) {
         int same = pack->tensors[i] == next->tensors[i];
 
+        *why = SMP_MISS_TENSORS;
         if (same) {
+            *why = SMP_MISS_CHANGED;
             same = is_untouched(chain, pack->tensors[i], next->versions[i]);
         }
         if (same != 1) {
@@ -439,6 +445,45 @@ are_foreseen(const smp_chain *chain, const foreseen *next, const smp_pack *pack)
         }
     }
     return 1;
+}
+
+/* Whether the call is the foreseen one, likewise.  pack: gets its arguments. */
+static int
+is_foreseen(const smp_chain *chain, const foreseen *next, smp_call_site *site,
+            smp_pack *pack, smp_miss *why)
+{
+    *why = SMP_MISS_MODULE;
+    if (site->entry != next->call->entry || site->before != next->call->before) {
+        return 0;
+    }
+    *why = SMP_MISS_MODES;
+    if (!site->chains || site->grad != chain->grad) {
+        return 0;
+    }
+    *why = SMP_MISS_NODES;
+    if (next->shares && smp_links_sequence() != chain->sequence) {
+        return 0;
+    }
+    *why = SMP_MISS_DRAWN;
+    if (smp_call_draw(site) < 0) {
+        return -1;
+    }
+    if (site->seed != next->seed) {
+        return 0;
+    }
+    if (smp_pack_value(pack, site->args) < 0 ||
+        smp_pack_value(pack, site->kwargs == NULL ? Py_None : site->kwargs) < 0 ||
+        smp_pack_value(pack, site->state == NULL ? Py_None : site->state) < 0) {
+        return -1;
+    }
+    return are_foreseen(chain, next, pack, why);
+}
+
+/* Notes in the timeline that a foreseen call has been in vain. */
+static void
+note_miss(int32_t entry, smp_miss why)
+{
+    smp_server_note(smp_the_session.server, SMP_EVENT_MISS, entry, (int32_t)why);
 }
 
 /* Whether all tp_ranks make the next foreseen call, as this one does or does not;
@@ -457,11 +502,12 @@ all_make_it(const smp_chain *chain, int does)
 
 /* This rank makes the next foreseen call by itself, or not at all. */
 static int
-drop(smp_task *task)
+drop(smp_task *task, smp_miss why)
 {
     smp_chain *chain = task->chain;
     const int  failed = all_make_it(chain, false) < 0 ? -1 : 0;
 
+    note_miss(chain->next[chain->at].call->entry, why);
     task->chain = NULL;
     free_chain(chain);
     return failed;
@@ -474,7 +520,8 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
     const foreseen *next;
     smp_unpack     *outputs;
     smp_pack        pack;
-    int             same = 0;
+    smp_miss        why;
+    int             same;
 
     if (chain == NULL) {
         return 0;
@@ -483,26 +530,17 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
     smp_pack_init(&pack, NULL, 0, NULL);
     pack.parts = SMP_PACK_NUMBERED;
     pack.graph = false;
-    if (site->chains && site->entry == next->call->entry &&
-        site->before == next->call->before && site->grad == chain->grad &&
-        (!next->shares || smp_links_sequence() == chain->sequence)) {
-        same = smp_call_draw(site);
-    }
-    if (same == 0 && site->drawn && site->seed == next->seed) {
-        same = smp_pack_value(&pack, site->args) < 0 ||
-                       smp_pack_value(&pack, site->kwargs == NULL ? Py_None
-                                                                  : site->kwargs) < 0 ||
-                       smp_pack_value(&pack,
-                                      site->state == NULL ? Py_None : site->state) < 0
-                   ? -1
-                   : are_foreseen(chain, next, &pack);
-    }
+    same = is_foreseen(chain, next, site, &pack, &why);
     if (same < 0) {
         PyErr_Clear(); /* the call itself raises it, with its name */
         same = 0;
     }
+    if (same == 1) {
+        why = SMP_MISS_ELSEWHERE;
+    }
     same = all_make_it(chain, same);
     if (same <= 0) {
+        note_miss(next->call->entry, why);
         smp_link_miss(next->link);
         free_chain(chain);
         task->chain = NULL;
@@ -533,6 +571,7 @@ smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
     uint32_t   at;
     uint32_t   nests;
     uint32_t   stretch;
+    int32_t    entry;
     int failed = smp_unpack_init(&unpack, smp_the_session.comm, response, NULL, false,
                                  false) < 0 ||
                  smp_unpack_u32(&unpack, &at) < 0 ||
@@ -548,11 +587,10 @@ smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
     }
     call->open = call->stretches != NULL; /* the owners before that one keep theirs */
     smp_call_release(call, stretch < call->nstretches ? stretch : 0);
-    if (nests) {
-        const int32_t entry = at == 0 ? site->entry : plan->calls[at - 1]->entry;
-
-        smp_the_session.entries[entry].nests = true;
-    }
+    entry = at == 0 ? site->entry : plan->calls[at - 1]->entry;
+    note_miss(entry, SMP_MISS_UNDONE);
+    smp_the_session.entries[entry].nests =
+        smp_the_session.entries[entry].nests || nests;
     smp_link_end(plan->links[at == 0 ? 0 : at - 1], true);
     return 0;
 }
@@ -567,7 +605,7 @@ smp_chain_leave(smp_task *task)
 
         smp_link_miss(task->chain->next[task->chain->at].link);
         PyErr_Fetch(&type, &error, &traceback);
-        if (drop(task) < 0) {
+        if (drop(task, SMP_MISS_END) < 0) {
             PyErr_Clear(); /* the step has failed */
         }
         PyErr_Restore(type, error, traceback);
@@ -610,7 +648,8 @@ py_touch_output(PyObject *unused, PyObject *args)
         Py_RETURN_NONE;
     }
     smp_link_end((smp_link *)(uintptr_t)link, true);
-    if (task->chain != NULL && is_expected(task->chain, tensor) && drop(task) < 0) {
+    if (task->chain != NULL && is_expected(task->chain, tensor) &&
+        drop(task, SMP_MISS_USED) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;
@@ -631,7 +670,18 @@ py_given(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* chains() -> [(caller, [entry, ...]), ...]: calls that follow one another, as learned.
+ */
+static PyObject *
+py_chains(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return smp_links_as_chains();
+}
+
 static PyMethodDef functions[] = {
+    {"chains", py_chains, METH_NOARGS, "chains() -> [(caller, [entry, ...]), ...]"},
     {"given", py_given, METH_VARARGS, "given(args, kwargs)"},
     {"touch_output", py_touch_output, METH_VARARGS,
      "touch_output(tensor, call, link): the caller uses an output of a chain"},

@@ -26,6 +26,8 @@ ask_for(const smp_call_object *call, int owner, uint64_t about, PyObject *places
     int          failed;
 
     smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(owner), NULL);
+    smp_server_note(session->server, SMP_EVENT_FETCH, call->entry,
+                    (int32_t)PyList_GET_SIZE(places));
     failed = smp_pack_value(&pack, places) < 0 || smp_pack_send(&pack, &envelope) < 0;
     smp_pack_fini(&pack);
     return failed ? NULL

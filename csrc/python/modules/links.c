@@ -51,9 +51,10 @@ find_link(const void *key)
 
 /* Made when new; NULL with an exception. */
 static smp_link *
-link_of(const void *key)
+link_of(const smp_task *task, const smp_call_site *site)
 {
-    smp_link *link = find_link(key);
+    const void *key = key_of(task->entry, site->entry, site->before, site->grad);
+    smp_link   *link = find_link(key);
 
     if (link != NULL) {
         return link;
@@ -70,6 +71,10 @@ link_of(const void *key)
         PyErr_NoMemory();
         return NULL;
     }
+    *link = (smp_link){.caller = task->entry,
+                       .entry = site->entry,
+                       .before = site->before,
+                       .grad = site->grad};
     links[nlinks++] = link;
     return link;
 }
@@ -99,6 +104,66 @@ smp_link_miss(smp_link *link)
     if (++link->misses >= MOST_MISSES) {
         smp_link_end(link, false);
     }
+}
+
+/* Whether another call leads to the link's. */
+static bool
+is_followed(const smp_link *link)
+{
+    for (size_t i = 0; i < nlinks; i++) {
+        const smp_follower *next = links[i]->next;
+
+        if (next != NULL && links[i]->caller == link->caller &&
+            links[i]->grad == link->grad && next->entry == link->entry &&
+            next->before == link->before) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* (caller, [entry, ...]) (new), from the link on. */
+static PyObject *
+chain_from(const smp_link *link)
+{
+    const int32_t caller = link->caller;
+    PyObject     *calls = PyList_New(0);
+    PyObject     *entry = PyLong_FromLong(link->entry);
+    int failed = calls == NULL || entry == NULL || PyList_Append(calls, entry) < 0;
+
+    for (size_t i = 0; !failed && link != NULL && link->next != NULL && i < nlinks;
+         i++) {
+        Py_XSETREF(entry, PyLong_FromLong(link->next->entry));
+        failed = entry == NULL || PyList_Append(calls, entry) < 0;
+        link = find_link(
+            key_of(link->caller, link->next->entry, link->next->before, link->grad));
+    }
+    Py_XDECREF(entry);
+    if (failed) {
+        Py_XDECREF(calls);
+        return NULL;
+    }
+    return Py_BuildValue("(iN)", (int)caller, calls);
+}
+
+PyObject *
+smp_links_as_chains(void)
+{
+    PyObject *chains = PyList_New(0);
+
+    for (size_t i = 0; chains != NULL && i < nlinks; i++) {
+        PyObject *chain;
+
+        if (links[i]->next == NULL || is_followed(links[i])) {
+            continue;
+        }
+        chain = chain_from(links[i]);
+        if (chain == NULL || PyList_Append(chains, chain) < 0) {
+            Py_CLEAR(chains);
+        }
+        Py_XDECREF(chain);
+    }
+    return chains;
 }
 
 void
@@ -238,14 +303,13 @@ int
 smp_links_returned(smp_task *task, const smp_call_site *site, const smp_pack *pack,
                    const smp_unpack *outputs)
 {
-    const void *key = key_of(task->entry, site->entry, site->before, site->grad);
-    smp_link   *link;
-    smp_trail  *trail;
+    smp_link  *link;
+    smp_trail *trail;
 
     if (!site->chains || pack->laden != NULL) {
         return 0;
     }
-    link = link_of(key);
+    link = link_of(task, site);
     if (link == NULL || smp_history_add(task, pack) < 0) {
         return -1;
     }

@@ -78,6 +78,10 @@ typedef struct smp_follower {
 
 /* From a call to its follower. */
 typedef struct smp_link {
+    int32_t       caller; /* entry of the task; -1: the step function */
+    int32_t       entry;
+    uint32_t      before;
+    bool          grad;
     smp_follower *next; /* owned; NULL: none known */
     int           tries;
     int           misses;
@@ -105,6 +109,10 @@ int smp_links_returned(smp_task *task, const smp_call_site *site, const smp_pack
 
 /* The task is over, or goes on to its backward. */
 void smp_links_leave(smp_task *task);
+
+/* The links as chains: list (new) of (caller, [entry, ...]).  NULL with an exception.
+ */
+PyObject *smp_links_as_chains(void);
 
 /* Forgets all links: the entries change. */
 void smp_links_forget(void);

@@ -383,7 +383,11 @@ smp_pass_send(smp_pass *pass, const smp_served_chain *chain, const smp_context *
     for (size_t i = 1; !failed && i < chain->rest; i++) {
         failed = pack_call(pass, chain, i) < 0;
     }
-    return failed ? -1 : smp_pack_send(&pass->pack, &next);
+    if (failed) {
+        return -1;
+    }
+    smp_server_note(smp_the_session.server, SMP_EVENT_PASS, head->entry, owner);
+    return smp_pack_send(&pass->pack, &next);
 }
 
 void
@@ -669,6 +673,10 @@ smp_pass_gradients_on(smp_pass_gradients *passed, const smp_context *context,
                                          PyList_GetSlice(passed->terms, 0, before + 1),
                                          passed->caller))
                 : failed;
+    }
+    if (failed == 0 && context->stretch > 0) {
+        smp_server_note(smp_the_session.server, SMP_EVENT_PASS, envelope.entry,
+                        context->previous % smp_the_session.size);
     }
     failed = failed == 0 ? smp_pack_send(&pack, &envelope) : failed;
     smp_pack_fini(&pack);

@@ -430,40 +430,6 @@ py_task_number(PyObject *module, PyObject *unused)
                                  : PyLong_FromUnsignedLongLong(smp_this_task->number);
 }
 
-/* timeline() -> [(time_ns, worker, kind, phase, microbatch, entry), ...] of the last
- * step, oldest first */
-static PyObject *
-py_timeline(PyObject *module, PyObject *unused)
-{
-    const smp_timeline *timeline;
-    PyObject           *events = PyList_New(0);
-    uint64_t            first;
-
-    (void)module;
-    (void)unused;
-    if (events == NULL || smp_the_session.server == NULL) {
-        return events;
-    }
-    timeline = smp_server_timeline(smp_the_session.server);
-    first = timeline->count > SMP_TIMELINE_EVENTS
-                ? timeline->count - SMP_TIMELINE_EVENTS
-                : 0;
-    for (uint64_t i = first; i < timeline->count; i++) {
-        const smp_event *e = &timeline->events[i % SMP_TIMELINE_EVENTS];
-        PyObject        *event =
-            Py_BuildValue("(Kiiiii)", e->time_ns, (int)e->worker, (int)e->kind,
-                          (int)e->phase, (int)e->microbatch, (int)e->entry);
-        int failed = event == NULL || PyList_Append(events, event) < 0;
-
-        Py_XDECREF(event);
-        if (failed) {
-            Py_DECREF(events);
-            return NULL;
-        }
-    }
-    return events;
-}
-
 static PyMethodDef functions[] = {
     {"step", py_step, METH_VARARGS,
      "step(kind, microbatches, active, turns, entry_flags, run_root, seed, backwards, "
@@ -483,34 +449,11 @@ static PyMethodDef functions[] = {
     {"left", py_left, METH_O, "left(gate)"},
     {"current", py_current, METH_NOARGS, "-> the microbatch, or None"},
     {"task_number", py_task_number, METH_NOARGS, "-> int or None"},
-    {"timeline", py_timeline, METH_NOARGS,
-     "-> [(time_ns, worker, kind, phase, microbatch, entry), ...]"},
     {NULL, NULL, 0, NULL},
 };
-
-/* phases: their names, by number. */
-static int
-add_phases(PyObject *module)
-{
-    PyObject *names = PyTuple_New(SMP_PHASES);
-    int       failed;
-
-    for (int i = 0; names != NULL && i < SMP_PHASES; i++) {
-        PyObject *name = PyUnicode_FromString(smp_phase_name((smp_phase)i));
-
-        if (name == NULL) {
-            Py_CLEAR(names);
-        } else {
-            PyTuple_SET_ITEM(names, i, name);
-        }
-    }
-    failed = names == NULL || PyModule_AddObjectRef(module, "phases", names) < 0;
-    Py_XDECREF(names);
-    return failed ? -1 : 0;
-}
 
 int
 smp_step_add(PyObject *module)
 {
-    return add_phases(module) < 0 ? -1 : PyModule_AddFunctions(module, functions);
+    return PyModule_AddFunctions(module, functions);
 }
