@@ -263,8 +263,14 @@ def main() -> None:
     for side in sides.values():
         side(), side()
     times = alternate(sides, args.rounds)
+    summaries = {}
+    for name, chains in (("smp", True), ("smp, relay", False)):
+        ours(chains)
+        summaries[name] = smp.trace_summary()
     if smp.rank() == 0:
         report(args.shape, times)
+        for name, summary in summaries.items():
+            print(f"\n{name}: {summary}")
 
 
 def report(shape: str, times: dict[str, list[float]]) -> None:
