@@ -6,6 +6,7 @@ those of the cut loop in every step.
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,16 @@ class Block(nn.Module):
         return (y, mask) if options.get("pairs") else y
 
 
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
 class Blocks(nn.Module):
     """Calls its blocks, all of another rank, one after another, in one of several ways."""
 
@@ -65,6 +76,7 @@ class Blocks(nn.Module):
         self.wide = nn.Linear(WIDTH, WIDTH)
         self.way, self.number = way, 0
         self.is_odd = True  # the way is taken
+        self.memory = torch.zeros(8, WIDTH)
 
     def forward(self, x):
         mask = (x.detach() > 0).to(x.dtype)
@@ -117,6 +129,24 @@ class Blocks(nn.Module):
                     x = x + kept[1] + kept[2]
             elif self.way == "cache":
                 x = block(x, mask, cache=cache)
+            elif self.way.startswith("aliases"):
+                given = x[:, 0:]
+                if late and self.way.endswith("own function"):
+                    given = Reversed.apply(x)
+                elif late and self.way.endswith("no grad"):
+                    with torch.no_grad():
+                        given = x[:, 0:]
+                elif late and self.way.endswith("hook"):
+                    given.register_hook(lambda gradient: gradient * 2)
+                elif late and self.way.endswith("in place"):
+                    given.mul_(2.0)
+                elif late and self.way.endswith("part"):
+                    given = given[:, :1].expand(given.shape)
+                x = block(given.view(-1, WIDTH), mask)
+                if late and self.way.endswith("used"):
+                    x = x + given * 2
+            elif self.way == "the same memory again" and i == 0:
+                x = block(self.memory[: len(x)].copy_(x.detach()), mask)
             elif self.way == "itself for a mask":
                 x = block(x, x)
             elif self.way.startswith("two masks"):
@@ -141,6 +171,8 @@ WAYS = (
     "shares", "uses what it shares", "touches", "touches later", "cache", "sets",
     "itself for a mask",
     "two masks", "two masks, in place", "two masks, another one", "two masks, with grad",
+    "aliases", "aliases, own function", "aliases, no grad", "aliases, hook",
+    "aliases, in place", "aliases, part", "aliases, used",
 )  # fmt: skip
 
 
@@ -181,12 +213,17 @@ def test_so_has_one_that_is_passed_from_owner_to_owner(way, owners):
 ALONE = (
     "plain", "another argument", "another value", "in place", "mask in place", "draws",
     "hooked", "keeps", "changes", "uses what it shares", "touches", "touches later", "cache",
-    "sets", "two masks, in place", "two masks, another one",
+    "sets", "two masks, in place", "two masks, another one", "the same memory again",
 )  # fmt: skip
 
 
-def bits_of_split_blocks(way: str, odd: tuple[int, ...], **config) -> list[torch.Tensor]:
+def bits_of_split_blocks(
+    way: str, odd: tuple[int, ...], at: int = 2, **config: Any
+) -> tuple[list[torch.Tensor], int]:
     """Losses and gradients of some steps, in which these tp_ranks go that way.
+
+    Args:
+        at: the block that changes its argument, sets an attribute, or raises.
 
     Returns:
         them, and the number of the last step's messages.
@@ -200,7 +237,7 @@ def bits_of_split_blocks(way: str, odd: tuple[int, ...], **config) -> list[torch
     for i, block in enumerate(net.blocks):
         smp.set_partition(block, 1 + i * (smp.pp_size() - 1) // len(net.blocks))
     model = smp.DistributedModel(net)
-    block = model.module.blocks[2]
+    block = model.module.blocks[at]
     model.module.is_odd = smp.tp_rank() in odd
 
     @smp.step
@@ -212,7 +249,7 @@ def bits_of_split_blocks(way: str, odd: tuple[int, ...], **config) -> list[torch
     found = []
     for number in range(STEPS):
         model.module.number = number
-        if way in ("changes", "sets") and number >= 2 and smp.tp_rank() in odd:
+        if way in ("changes", "sets", "raises") and number >= 2 and smp.tp_rank() in odd:
             block.kind = way
         torch.manual_seed(100 * number + smp.tp_rank())
         before = _core.counters()["messages"]
@@ -237,6 +274,13 @@ def check_split_blocks(way: str, odd: tuple[int, ...], pp_size: int) -> None:
 @pytest.mark.parametrize("way", ALONE)
 def test_split_blocks_are_chains_on_all_tp_ranks_or_on_none(way, odd):
     check_split_blocks(way, odd, 2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("at", [0, 2])
+def test_an_exception_of_a_split_block_on_one_tp_rank_is_raised_on_all(at):
+    with pytest.raises(ValueError, match="of a block"):
+        bits_of_split_blocks("raises", (1,), at, pipeline_parallel_degree=2)
 
 
 @on_ranks(4)
@@ -436,7 +480,7 @@ OF_TRANSFORMERS = {
                 num_attention_heads=2, use_cache=cache,
             )
         ),
-        lambda net: net.model.layers[3:],
+        lambda net: [*net.model.layers[3:], net.model.norm, net.lm_head],
     ),
     "gemma2": (
         lambda cache: Gemma2ForCausalLM(

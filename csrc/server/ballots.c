@@ -140,6 +140,24 @@ smp_ballots_read(const smp_ballots *ballots, const smp_ballot *ballot, size_t *o
     return ballots->left;
 }
 
+bool
+smp_ballots_are_complete(const smp_ballots *ballots, const smp_ballot *ballot)
+{
+    const size_t at = find(ballots, ballot);
+
+    return at < ballots->n && ballots->open[at].cast == ballots->ranks;
+}
+
+bool
+smp_ballots_are_decided(const smp_ballots *ballots, const smp_ballot *ballot,
+                        bool for_all)
+{
+    size_t outcome;
+
+    return for_all ? ballots->left || smp_ballots_are_complete(ballots, ballot)
+                   : smp_ballots_read(ballots, ballot, &outcome);
+}
+
 void
 smp_ballots_close(smp_ballots *ballots, const smp_ballot *ballot)
 {

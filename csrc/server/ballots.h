@@ -56,6 +56,14 @@ bool smp_ballots_are_left(const smp_ballots *ballots);
 bool smp_ballots_read(const smp_ballots *ballots, const smp_ballot *ballot,
                       size_t *outcome);
 
+/* Whether all ranks have cast. */
+bool smp_ballots_are_complete(const smp_ballots *ballots, const smp_ballot *ballot);
+
+/* Whether there is nothing to wait for any more: the outcome is known; for_all: all
+ * ranks have cast, or they leave. */
+bool smp_ballots_are_decided(const smp_ballots *ballots, const smp_ballot *ballot,
+                             bool for_all);
+
 /* This rank has read it. */
 void smp_ballots_close(smp_ballots *ballots, const smp_ballot *ballot);
 

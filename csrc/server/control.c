@@ -595,6 +595,9 @@ some_cast(const smp_control *control)
     const smp_still *of = smp_detection_answers(control->detection);
 
     for (int rank = 0; rank < smp_comm_size(control->parts.comm); rank++) {
+        if (of[rank].standing.nwaits > of[rank].standing.nshown) {
+            return true; /* perhaps */
+        }
         for (int32_t i = 0; i < of[rank].standing.nshown; i++) {
             if (of[rank].standing.waits[i].kind == SMP_WAIT_BALLOT) {
                 return true;

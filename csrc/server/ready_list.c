@@ -60,8 +60,6 @@ add_messages(smp_ready_list *list, const smp_ready_sources *sources)
 static bool
 may_go_on(const smp_ready_sources *sources, const smp_worker *w, smp_ready_kind *kind)
 {
-    size_t outcome;
-
     if (w->state != SMP_WORKER_PENDING) {
         return false;
     }
@@ -78,7 +76,7 @@ may_go_on(const smp_ready_sources *sources, const smp_worker *w, smp_ready_kind 
         return atomic_load(w->over);
     case SMP_WAIT_BALLOT:
         *kind = SMP_READY_BALLOT;
-        return smp_ballots_read(sources->ballots, &w->ballot, &outcome);
+        return smp_ballots_are_decided(sources->ballots, &w->ballot, w->for_all);
     default:
         return false;
     }

@@ -577,13 +577,15 @@ smp_server_await_collective(smp_server *server, const smp_key *key, uint64_t bef
 }
 
 smp_status
-smp_server_agree(smp_server *server, const smp_ballot_list *list, size_t *outcome)
+smp_server_agree(smp_server *server, const smp_ballot_list *list, bool for_all,
+                 smp_agreement *out)
 {
     smp_worker  *self = smp_workers_self();
     smp_ballots *ballots = smp_stage_ballots(server->stage);
+    const bool   ordered = keeps_order(server);
     smp_status   status = SMP_OK;
 
-    *outcome = 0;
+    *out = (smp_agreement){.complete = false};
     if (smp_control_failed(server->control)) {
         return SMP_ERR_CLOSED;
     }
@@ -591,20 +593,22 @@ smp_server_agree(smp_server *server, const smp_ballot_list *list, size_t *outcom
         return SMP_OK;
     }
     status = smp_stage_cast(server->stage, list);
-    if (status == SMP_OK && list->n > 0) {
-        if (!keeps_order(server)) {
+    if (status == SMP_OK && (list->n > 0 || for_all)) {
+        if (!ordered) {
             smp_control_read(server->control);
         }
-        if (keeps_order(server) || !smp_ballots_read(ballots, &list->ballot, outcome)) {
+        if (ordered || !smp_ballots_are_decided(ballots, &list->ballot, for_all)) {
             smp_jitter();
             self->ballot = list->ballot;
+            self->for_all = for_all;
             status = wait_for(
                 server, self,
                 (smp_wait){.kind = SMP_WAIT_BALLOT, .wanted = list->ballot.entry},
                 SMP_WHY_BALLOT);
         }
-        (void)smp_ballots_read(ballots, &list->ballot, outcome);
+        (void)smp_ballots_read(ballots, &list->ballot, &out->outcome);
     }
+    out->complete = smp_ballots_are_complete(ballots, &list->ballot);
     smp_ballots_close(ballots, &list->ballot);
     return status;
 }

@@ -145,11 +145,17 @@ smp_status smp_server_await_collective(smp_server *server, const smp_key *key,
                                        uint64_t before, const _Atomic bool *over);
 uint64_t   smp_server_issued_so_far(const smp_server *server);
 
+/* The end of a ballot here. */
+typedef struct {
+    size_t outcome;
+    bool   complete; /* all ranks have cast */
+} smp_agreement;
+
 /* Casts a list in a ballot (server/ballots.h), and waits for its outcome with the baton
- * given away; an empty one has outcome 0 at once.  SMP_ERR_CLOSED: unwind;
- * SMP_ERR_NO_MEMORY. */
+ * given away; an empty one has outcome 0 at once.  for_all: waits until all have cast.
+ * SMP_ERR_CLOSED: unwind; SMP_ERR_NO_MEMORY. */
 smp_status smp_server_agree(smp_server *server, const smp_ballot_list *list,
-                            size_t *outcome);
+                            bool for_all, smp_agreement *out);
 
 /* After a failed step: the fewest and the most collectives issued in it by a rank of
  * the same pp_rank.  False: a rank's number is missing timeout_ns after the last

@@ -15,6 +15,7 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -65,6 +66,7 @@ struct smp_worker {
     int32_t             gate;       /* ... GATE */
     const _Atomic bool *over;       /* ... COLLECTIVE: set when it is; borrowed */
     smp_ballot          ballot;     /* ... BALLOT */
+    bool                for_all;    /* ... BALLOT: also where its outcome is 0 */
     smp_phase           phase;
     uint16_t            number;    /* in the order of their creation, from 0 */
     smp_worker         *next;      /* in the set */

@@ -4,9 +4,11 @@
 
 A placeholder is a tensor with its values on the owner's rank.  Shape, dtype and device are
 known here; any operator, and anything else that reads values, fetches them once.  The gradient
-of an untouched placeholder stays on the owner.
+of an untouched placeholder stays on the owner.  An alias, as of ``x[:, 0:]``, is a placeholder,
+too: models of transformers call their heads with ``hidden[:, slice(0, None), :]``.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,12 +18,15 @@ from torch.utils._pytree import tree_map_only
 from smp import _core
 from smp.pytorch import accelerator
 
+_ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.view.default)
+
 
 class Placeholder(Tensor):
     """A tensor of another rank; plain in all but its class, once its values are here."""
 
     _smp_origin: tuple[Any, tuple[int, int], int]  # its call, its place there, and the link
     _smp_values: Tensor | None
+    _smp_of: "Placeholder | None"  # the one that this is an alias of
 
     @staticmethod
     def __new__(
@@ -35,6 +40,7 @@ class Placeholder(Tensor):
             device=accelerator.in_use() if on_device else like.device,
         )
         self._smp_values = None
+        self._smp_of = None
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -43,6 +49,8 @@ class Placeholder(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if func in _ALIASES and (one := args[0]._as_alias(*args[1:])) is not None:
+            return one
         values: dict[int, Placeholder] = {}
 
         def fetched(tensor: Placeholder) -> Tensor:
@@ -58,6 +66,8 @@ class Placeholder(Tensor):
 
     def fetched(self) -> Tensor:
         """The values, without a gradient, for a use by the caller."""
+        if self._smp_of is not None:
+            return self._smp_of.fetched()
         call, place, link = self._smp_origin
         _core.touch_output(self, call, link)
         if self._smp_values is None:
@@ -77,9 +87,57 @@ class Placeholder(Tensor):
             for one, its in zip(ones, values, strict=True):
                 one._smp_values = its
 
+    def _as_alias(self, shape: Sequence[int] | None = None) -> "Placeholder | None":
+        """A placeholder for the same values; None: they are here, or of another shape."""
+        if self._whole()._smp_values is not None:
+            return None
+        if shape is not None and (
+            len(shape) != self.dim()
+            or any(n not in (-1, own) for n, own in zip(shape, self.shape, strict=True))
+        ):
+            return None
+        one = Placeholder(self, False, tuple(self.shape), self.stride())
+        one._smp_of = self
+        return one
+
+    def _whole(self) -> "Placeholder":
+        return self if self._smp_of is None else self._smp_of._whole()
+
+    @staticmethod
+    def aliased(tensor: Tensor) -> Tensor | None:
+        """The tensor that this one is an alias of; None: it is no alias of a whole tensor."""
+        if type(tensor) is Placeholder:
+            base: Tensor = tensor._whole()
+            one = tensor
+            while one._smp_of is not None:
+                if one._backward_hooks is not None or one.retains_grad:
+                    return None
+                one = one._smp_of
+        elif type(tensor) is Tensor and type(tensor._base) is Tensor:
+            base = tensor._base
+            if (
+                tensor.dtype != base.dtype
+                or tensor.is_complex()
+                or tensor.is_neg()
+                or not tensor.is_set_to(base)
+            ):
+                return None
+        else:
+            return None
+        if base is tensor or tensor.requires_grad != base.requires_grad:
+            return None
+        # A function of the script's own may give its argument back, with another gradient.
+        node = tensor.grad_fn
+        while node is not None and node is not base.grad_fn:
+            if node.name() not in ("AliasBackward0", "ViewBackward0"):
+                return None
+            node = node.next_functions[0][0]
+        return base if node is base.grad_fn else None  # a view under no_grad ends without
+
     def _plain(self) -> Tensor:
         """A tensor of torch's class, in the same graph."""
-        return self.view_as(self) if self.requires_grad else self.fetched()
+        here = self.fetched()
+        return self.view_as(self) if self.requires_grad else here
 
     def __repr__(self, *how: Any, **named: Any) -> str:  # type: ignore[override]
         return self._plain().__repr__(*how, **named)

@@ -4,12 +4,15 @@
  */
 #include "python/modules/call.h"
 
+#include <stdlib.h>
+
 #include "comm/messaging/comm.h"
 #include "python/modules/chain.h"
 #include "python/modules/hooks.h"
 #include "python/modules/nodes.h"
 #include "python/modules/object_changes.h"
 #include "python/modules/reach.h"
+#include "python/modules/serve_chain.h"
 #include "python/modules/session.h"
 #include "python/modules/streams.h"
 #include "python/modules/task.h"
@@ -284,11 +287,41 @@ raise_from_there(smp_message *response)
     Py_XDECREF(told);
 }
 
+/* The versions of a request's tensors (owned); NULL with an exception. */
+static long *
+note_versions(const smp_pack *pack)
+{
+    long *versions = malloc((pack->ntensors + 1) * sizeof(*versions));
+
+    if (versions == NULL) {
+        PyErr_NoMemory();
+    }
+    for (size_t i = 0; versions != NULL && i < pack->ntensors; i++) {
+        versions[i] = smp_history_version(pack->tensors[i]);
+    }
+    return versions;
+}
+
+/* An exception if a tensor of the request has changed since: the call is to be sent
+ * again, and other tasks have run. */
+static int
+check_versions(const smp_pack *pack, const long *versions, const smp_entry *entry)
+{
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        if (smp_history_version(pack->tensors[i]) != versions[i]) {
+            return smp_chain_refuse_changed(entry);
+        }
+    }
+    return 0;
+}
+
 /* Sends the call and makes its value of the response; with the calls foreseen by the
- * plan, if there are any.  *undone: the owner has undone these: nothing has happened.
+ * plan.  foresees: makes the plan.  *undone: the owner has undone these: nothing has
+ * happened.
  */
 static PyObject *
-make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool *undone)
+make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool foresees,
+          bool *undone)
 {
     smp_session     *session = &smp_the_session;
     smp_task        *task = smp_this_task;
@@ -299,12 +332,16 @@ make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool *undon
     smp_message     *response;
     smp_envelope     envelope;
     smp_pack         pack;
+    long            *versions = NULL;
 
     *undone = false;
     smp_pack_init(&pack, session->comm, smp_session_rank_of_comm(entry->owner), NULL);
     pack.graph = site->grad;
+    /* The arguments travel as they are now: foreseeing may let other tasks run. */
     if (pack_request(&pack, site->args, site->kwargs, site->state, entry) < 0 ||
+        (versions = note_versions(&pack)) == NULL ||
         smp_session_warn_if_laden(pack.laden, entry) < 0 ||
+        (foresees && smp_chain_foresee(task, site, plan) < 0) ||
         smp_links_called(task, site, &pack) < 0 || smp_call_draw(site) < 0) {
         goto done;
     }
@@ -367,7 +404,8 @@ make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool *undon
     if (smp_message_envelope(response)->flags & SMP_FLAG_RAISED) {
         raise_from_there(response);
     } else if (smp_message_envelope(response)->flags & SMP_FLAG_RESET) {
-        *undone = smp_chain_undone(site, plan, call, response) == 0;
+        *undone = smp_chain_undone(site, plan, call, response) == 0 &&
+                  check_versions(&pack, versions, entry) == 0;
     } else if (plan->n > 0) {
         value = smp_chain_begin(task, site, plan, call, &pack, response);
     } else {
@@ -376,6 +414,7 @@ make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool *undon
                    &(sent_call){sent.entry, sent.args, sent.kwargs, &pack}, response);
     }
 done:
+    free(versions);
     smp_pack_fini(&pack);
     Py_XDECREF(call);
     return value;
@@ -425,6 +464,11 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     bool           undone = true;
     int            grad = smp_torch_grad_enabled();
 
+    if (task->foreseen && session->pipelines > 1 &&
+        session->entries[number].collective &&
+        !session->entries[task->entry].collective) {
+        return smp_serve_chain_refuse(task); /* the other tp_ranks know of no chain */
+    }
     if (grad < 0 || (grad != 0 && find_checkpoint(&flags) < 0) ||
         (captured = PyObject_CallOneArg(session->capture_state,
                                         session->entries[number].path)) == NULL) {
@@ -446,11 +490,8 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     default:
         goto done;
     }
-    if (smp_chain_foresee(task, &site, &plan) < 0) {
-        goto done;
-    }
-    while (undone) {
-        value = make_call(&site, flags, &plan, &undone);
+    for (bool foresees = true; undone; foresees = false) {
+        value = make_call(&site, flags, &plan, foresees, &undone);
         smp_chain_let_go(&plan);
     }
     value = settle(captured, value);

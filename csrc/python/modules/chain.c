@@ -6,6 +6,7 @@
 
 #include "python/modules/misses.h"
 #include "python/modules/object_changes.h"
+#include "python/modules/placeholders.h"
 #include "python/modules/wait.h"
 #include "python/values/pack_scalar.h"
 #include "python/values/pack_value.h"
@@ -387,13 +388,22 @@ fail:
     return NULL;
 }
 
+/* Whether the attribute is that object; -1 with an exception. */
+static int
+is_at(PyObject *tensor, PyObject *name, const PyObject *what)
+{
+    PyObject *found = PyObject_GetAttr(tensor, name);
+
+    Py_XDECREF(found);
+    return found == NULL ? -1 : found == what;
+}
+
 /* Whether nothing has happened to the tensor since the chain began; -1 with an
  * exception. */
 static int
 is_untouched(const smp_chain *chain, PyObject *tensor, long version)
 {
-    PyObject *found;
-    bool      same;
+    int same;
 
     if (version < 0 || smp_history_version(tensor) != version) {
         return 0;
@@ -401,22 +411,23 @@ is_untouched(const smp_chain *chain, PyObject *tensor, long version)
     if (!smp_is_placeholder(tensor)) {
         return 1;
     }
-    found = PyObject_GetAttr(tensor, smp_names._backward_hooks);
-    same = found == Py_None;
-    Py_XDECREF(found);
-    if (!same) {
-        return found == NULL ? -1 : 0;
+    same = is_at(tensor, smp_names._backward_hooks, Py_None);
+    if (same == 1) {
+        same = is_at(tensor, smp_names.grad_fn, Py_None);
+        same = same == 0 ? is_at(tensor, smp_names.grad_fn, chain->node) : same;
     }
-    found = PyObject_GetAttr(tensor, smp_names.grad_fn);
-    same = found == Py_None || found == chain->node;
-    Py_XDECREF(found);
-    if (!same) {
-        return found == NULL ? -1 : 0;
-    }
-    found = PyObject_GetAttr(tensor, name_retains);
-    same = found == Py_False;
-    Py_XDECREF(found);
-    return found == NULL ? -1 : same;
+    return same == 1 ? is_at(tensor, name_retains, Py_False) : same;
+}
+
+/* Whether the tensor is an alias of the placeholder, and nothing has happened to it. */
+static int
+is_alias(PyObject *tensor, const PyObject *of, long version)
+{
+    PyObject *whole = smp_is_placeholder(tensor) ? smp_aliased(tensor) : NULL;
+    const int same = whole == of;
+
+    Py_XDECREF(whole);
+    return same && smp_history_version(tensor) == version;
 }
 
 /* Whether the packed arguments are the foreseen ones; 0: *why not; -1 with an
@@ -433,12 +444,15 @@ are_foreseen(const smp_chain *chain, const foreseen *next, const smp_pack *pack,
         return 0;
     }
     for (size_t i = 0; i < pack->ntensors; i++) {
-        int same = pack->tensors[i] == next->tensors[i];
+        PyObject *given = pack->tensors[i];
+        int       same = (call->sources[i] & SMP_CHAIN_ALIAS)
+                             ? is_alias(given, next->tensors[i], next->versions[i])
+                             : given == next->tensors[i];
 
         *why = SMP_MISS_TENSORS;
-        if (same) {
+        if (same == 1) {
             *why = SMP_MISS_CHANGED;
-            same = is_untouched(chain, pack->tensors[i], next->versions[i]);
+            same = is_untouched(chain, next->tensors[i], next->versions[i]);
         }
         if (same != 1) {
             return same;
@@ -497,7 +511,32 @@ all_make_it(const smp_chain *chain, int does)
 
     return chain->agreed == 0
                ? does
-               : smp_session_agree(&ballot, &(uint32_t){1}, does ? 1 : 0);
+               : smp_session_agree(&ballot, &(uint32_t){1}, does ? 1 : 0, NULL);
+}
+
+int
+smp_chain_refuse_changed(const smp_entry *entry)
+{
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "smp: another microbatch has changed an argument of module '%s' while the "
+        "call was under way: give each microbatch a tensor of its own, or set "
+        "'fast_mode': False",
+        smp_entry_path(entry));
+    return -1;
+}
+
+/* An exception if an argument has changed since the call was found as foreseen. */
+static int
+check_unchanged(const foreseen *next, const smp_pack *pack)
+{
+    for (size_t i = 0; i < pack->ntensors; i++) {
+        if (smp_history_version(pack->tensors[i]) != next->versions[i]) {
+            return smp_chain_refuse_changed(
+                &smp_the_session.entries[next->call->entry]);
+        }
+    }
+    return 0;
 }
 
 /* This rank makes the next foreseen call by itself, or not at all. */
@@ -521,6 +560,7 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
     smp_unpack     *outputs;
     smp_pack        pack;
     smp_miss        why;
+    bool            foreseen_here;
     int             same;
 
     if (chain == NULL) {
@@ -538,7 +578,11 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
     if (same == 1) {
         why = SMP_MISS_ELSEWHERE;
     }
+    foreseen_here = same == 1;
     same = all_make_it(chain, same);
+    if (same == 0 && foreseen_here && check_unchanged(next, &pack) < 0) {
+        same = -1;
+    }
     if (same <= 0) {
         note_miss(next->call->entry, why);
         smp_link_miss(next->link);

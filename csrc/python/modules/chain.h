@@ -22,6 +22,7 @@
 
 #include "python/modules/chain_plan.h"
 #include "python/modules/nodes.h"
+#include "python/modules/session.h"
 
 /* Whether the call is the one foreseen: 1, with *value (new); 0: it is not, or none
  * was; -1 with an exception. */
@@ -37,6 +38,10 @@ PyObject *smp_chain_begin(smp_task *task, const smp_call_site *site,
  * response.  0, or -1 with an exception. */
 int smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
                      smp_call_object *call, smp_message *response);
+
+/* An argument of the entry's call has changed while other tasks ran.  -1, with an
+ * exception. */
+int smp_chain_refuse_changed(const smp_entry *entry);
 
 /* The task is over, or goes on to its backward. */
 void smp_chain_leave(smp_task *task);

@@ -80,10 +80,9 @@ agree(smp_chain_plan *plan, const smp_call_site *site)
     int      outcome;
 
     for (size_t i = 0; i < plan->n; i++) {
-        words[i] =
-            (uint32_t)smp_mix((uint64_t)plan->calls[i]->entry, plan->calls[i]->before);
+        words[i] = plan->calls[i]->word;
     }
-    outcome = smp_session_agree(&ballot, words, plan->n);
+    outcome = smp_session_agree(&ballot, words, plan->n, NULL);
     cut_plan(plan, outcome < 0 ? 0 : (size_t)outcome);
     return outcome < 0 ? -1 : 0;
 }
@@ -120,6 +119,9 @@ smp_chain_foresee(smp_task *task, smp_call_site *site, smp_chain_plan *plan)
     if (collective) {
         plan->agreed =
             smp_call_of(task->number, (uint64_t)site->entry, site->before, task->phase);
+        if (task->foreseen) { /* the task may run again, with the same numbers */
+            plan->agreed = smp_mix(plan->agreed, 1);
+        }
         if (agree(plan, site) < 0) {
             return -1;
         }

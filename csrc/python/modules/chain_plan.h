@@ -18,7 +18,7 @@ typedef struct {
     uint64_t          seeds[SMP_CHAIN_MOST];
     smp_chain_source *sources[SMP_CHAIN_MOST]; /* owned: of each, in the request */
     size_t            n;                       /* further calls */
-    uint64_t          agreed; /* the first call's number, where all tp_ranks make these
+    uint64_t agreed; /* from the first call's number, where all tp_ranks make these
                                  calls (server/ballots.h); 0: each for itself */
 } smp_chain_plan;
 

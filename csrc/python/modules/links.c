@@ -1,8 +1,10 @@
 #include "python/modules/links.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "common/mix.h"
+#include "python/modules/placeholders.h"
 #include "python/modules/session.h"
 #include "python/values/ptrmap.h"
 #include "python/values/registry.h"
@@ -202,8 +204,9 @@ static bool
 find_source(const smp_trail *trail, const smp_task *task, PyObject *tensor,
             smp_chain_source *source)
 {
-    size_t back;
-    size_t number;
+    PyObject *whole;
+    size_t    back;
+    size_t    number;
 
     for (size_t i = 0; i < trail->n; i++) {
         if (trail->tensors[i] == tensor) {
@@ -215,6 +218,17 @@ find_source(const smp_trail *trail, const smp_task *task, PyObject *tensor,
                    smp_history_version(tensor) == trail->versions[i];
         }
     }
+    whole = smp_aliased(tensor);
+    for (size_t i = trail->narguments; whole != NULL && i < trail->n; i++) {
+        if (trail->tensors[i] == whole) {
+            *source = smp_chain_source_of(0, i - trail->narguments, true) |
+                      (smp_chain_source)SMP_CHAIN_ALIAS;
+            Py_DECREF(whole);
+            return trail->versions[i] >= 0 &&
+                   smp_history_version(tensor) == trail->versions[i];
+        }
+    }
+    Py_XDECREF(whole);
     if (!smp_history_find(task, tensor, &back, &number)) {
         return false;
     }
@@ -240,6 +254,30 @@ may_share(const smp_trail *trail, smp_chain_source source, bool in_graph)
 {
     return !in_graph || smp_chain_is_output(source) ||
            (smp_chain_back(source) == 0 && smp_links_sequence() == trail->sequence);
+}
+
+static uint64_t
+mix_bytes(uint64_t h, const void *bytes, size_t n)
+{
+    for (size_t i = 0; i < n; i += sizeof(h)) {
+        uint64_t word = 0;
+
+        memcpy(&word, (const char *)bytes + i,
+               n - i < sizeof(word) ? n - i : sizeof(word));
+        h = smp_mix(h, word);
+    }
+    return h;
+}
+
+/* Alike on all tp_ranks with the same follower. */
+static uint32_t
+word_of(const smp_follower *call)
+{
+    uint64_t h = smp_mix((uint64_t)call->entry, call->before);
+
+    h = mix_bytes(smp_mix(h, call->values.size), call->values.at, call->values.size);
+    return (uint32_t)mix_bytes(smp_mix(h, call->nsources), call->sources,
+                               call->nsources * sizeof(*call->sources));
 }
 
 /* NULL without an exception: the call does not follow from earlier ones alone. */
@@ -276,6 +314,7 @@ make_follower(const smp_trail *trail, const smp_task *task, const smp_call_site 
          smp_buffer_put(&call->values, &(uint8_t){TAG_NONE}, 1) < 0)) {
         goto none;
     }
+    call->word = word_of(call);
     return call;
 none:
     smp_follower_let_go(call);

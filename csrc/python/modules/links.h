@@ -16,15 +16,16 @@
 
 /* A tensor of a call, by its place: back << 24 | number << 1 | is an output.  back: 0:
  * at the former call; an argument of so many calls before that; SMP_HISTORY_GIVEN: of
- * the task; SMP_CHAIN_OF_REQUEST: a tensor of the request. */
+ * the task; SMP_CHAIN_OF_REQUEST: a tensor of the request.  SMP_CHAIN_ALIAS: the
+ * caller's is an alias of that output, as x[:] is. */
 typedef uint32_t smp_chain_source;
 
-enum { SMP_CHAIN_OF_REQUEST = 255 };
+enum { SMP_CHAIN_OF_REQUEST = 255, SMP_CHAIN_ALIAS = 1 << 23 };
 
 static inline smp_chain_source
 smp_chain_source_of(unsigned back, size_t number, bool output)
 {
-    return (smp_chain_source)(back << 24 | (number & 0x7fffff) << 1 | output);
+    return (smp_chain_source)(back << 24 | (number & 0x3fffff) << 1 | output);
 }
 
 static inline unsigned
@@ -36,7 +37,7 @@ smp_chain_back(smp_chain_source source)
 static inline size_t
 smp_chain_number(smp_chain_source source)
 {
-    return source >> 1 & 0x7fffff;
+    return source >> 1 & 0x3fffff;
 }
 
 static inline bool
@@ -74,6 +75,7 @@ typedef struct smp_follower {
     smp_buffer        values;  /* its arguments, keyword arguments and state */
     smp_chain_source *sources; /* owned */
     size_t            nsources;
+    uint32_t          word; /* of all of these: server/ballots.h */
 } smp_follower;
 
 /* From a call to its follower. */

@@ -1,6 +1,7 @@
 /* All placeholders of a list, as Python fetches them. */
 #include "python/modules/placeholders.h"
 
+#include "python/values/registry.h"
 #include "python/values/torch_api.h"
 
 int
@@ -32,4 +33,20 @@ smp_placeholders_fetch(PyObject *list)
     Py_XDECREF(live);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
+}
+
+PyObject *
+smp_aliased(PyObject *tensor)
+{
+    PyObject *base = smp_registry.placeholder == NULL
+                         ? NULL
+                         : PyObject_CallMethodOneArg(smp_registry.placeholder,
+                                                     smp_names.aliased, tensor);
+
+    if (base == NULL) {
+        PyErr_Clear();
+    } else if (base == Py_None) {
+        Py_CLEAR(base);
+    }
+    return base;
 }

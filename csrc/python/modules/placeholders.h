@@ -13,4 +13,8 @@
  * exception. */
 int smp_placeholders_fetch(PyObject *list);
 
+/* The tensor that this one is an alias of, as x[:] is (new); NULL without an exception:
+ * it is none. */
+PyObject *smp_aliased(PyObject *tensor);
+
 #endif

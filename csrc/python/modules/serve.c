@@ -143,7 +143,9 @@ serve_forward(smp_message *request, smp_task *task)
     value = smp_run_entry(entry, envelope.flags, state, args, kwargs);
     task->foreseen = false;
     smp_chain_leave(task);
-    if (value == NULL && !task->refused && !(envelope.flags & SMP_FLAG_PASSED)) {
+    /* In a chain of all tp_ranks the others go on until they hear of it. */
+    if (value == NULL && !task->refused && !(envelope.flags & SMP_FLAG_PASSED) &&
+        !((envelope.flags & SMP_FLAG_CHAIN) && entry->collective)) {
         sent = smp_session_answer_raised(task, source, envelope);
         goto done;
     }

@@ -467,25 +467,31 @@ prepare(smp_served_chain *chain, smp_unpack *first, smp_context *context, size_t
     return 0;
 }
 
+enum { GO_ON, UNDO, FAIL };
+
 /* Whether the calls up to `at` went well on all tp_ranks, and the next may run there.
- * good: how much of it this rank says: 2, 1 (the next may not), or 0.  1; 0 with an
- * exception that undoes the chain. */
-static bool
-all_go_on(const smp_served_chain *chain, size_t *at, int good)
+ * good: how much of it this rank says: 2, 1 (the next may not), or 0.  raised: the
+ * module has, in this call.
+ *
+ * Returns  GO_ON; UNDO, or FAIL for the step, with an exception. */
+static int
+all_go_on(const smp_served_chain *chain, size_t *at, int good, bool raised)
 {
     const smp_ballot ballot = {.call = chain->place.agreed,
                                .subject = SMP_BALLOT_SERVED |
                                           (uint32_t)(chain->place.first + *at),
                                .entry = chain->task->entry};
+    bool             complete = true;
+    int              outcome = good;
     PyObject        *type;
     PyObject        *error;
     PyObject        *traceback;
-    int              outcome;
 
     PyErr_Fetch(&type, &error, &traceback);
-    outcome = chain->place.agreed == 0
-                  ? good
-                  : smp_session_agree(&ballot, (const uint32_t[]){1, 1}, (size_t)good);
+    if (chain->place.agreed != 0) {
+        outcome = smp_session_agree(&ballot, (const uint32_t[]){1, 1}, (size_t)good,
+                                    good < 2 ? &complete : NULL);
+    }
     if (outcome < 0 || (outcome < 2 && type == NULL)) {
         Py_XDECREF(type);
         Py_XDECREF(error);
@@ -498,11 +504,12 @@ all_go_on(const smp_served_chain *chain, size_t *at, int good)
         PyErr_Restore(type, error, traceback);
     }
     *at += outcome > 0;
-    return outcome == 2;
+    /* The others wait in collectives of a call that has raised here. */
+    return outcome == 2 ? GO_ON : raised && !complete ? FAIL : UNDO;
 }
 
 /* Runs this owner's calls.  value: the first one's, taken; NULL with an exception.  at:
- * the number of calls that went well.  0, or -1 with an exception. */
+ * the number of calls that went well.  As all_go_on(). */
 static int
 run_calls(smp_served_chain *chain, smp_unpack *first, PyObject *value,
           smp_context *context, smp_chain_head *head, smp_task *task, uint64_t call,
@@ -510,7 +517,9 @@ run_calls(smp_served_chain *chain, smp_unpack *first, PyObject *value,
 {
     for (;;) {
         const bool last = *at + 1 == chain->n;
+        const bool raised = value == NULL && !task->refused;
         int        good = 0;
+        int        next;
 
         if (value != NULL && pack_outputs(chain, *at, value,
                                           &smp_the_session.entries[head->entry]) == 0) {
@@ -519,11 +528,9 @@ run_calls(smp_served_chain *chain, smp_unpack *first, PyObject *value,
                              : prepare(chain, first, context, *at + 1, head) == 0);
         }
         Py_XDECREF(value);
-        if (!all_go_on(chain, at, good)) {
-            return -1;
-        }
-        if (last) {
-            return 0;
+        next = all_go_on(chain, at, good, raised);
+        if (last || next != GO_ON) {
+            return next;
         }
         value = run_call(chain, head, chain->calls[*at].unpack, task);
     }
@@ -542,7 +549,7 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
     smp_pass         pass = {0};
     size_t           at = 0;
     bool             sent = false;
-    int              failed;
+    int              end;
 
     if (read_chain(&chain, first, envelope->call) < 0) {
         free_calls(&chain);
@@ -550,13 +557,15 @@ smp_serve_chain(smp_unpack *first, PyObject *value, smp_context *context,
     }
     chain.entries[0] = head.entry;
     context->count = task->count;
-    failed = run_calls(&chain, first, unless_refused(task, Py_XNewRef(value)), context,
-                       &head, task, envelope->call, &pass, &at);
+    end = run_calls(&chain, first, unless_refused(task, Py_XNewRef(value)), context,
+                    &head, task, envelope->call, &pass, &at);
     envelope->about = task->count;
     response = *envelope;
     response.kind = SMP_MSG_RESPONSE;
     response.call = chain.place.reply;
-    if (failed) {
+    if (end == FAIL) {
+        sent = false;
+    } else if (end == UNDO) {
         sent = answer_undone(at, &chain, task, envelope->call, &response);
         envelope->flags = response.flags;
     } else if (chain.rest > 0) {

@@ -31,16 +31,18 @@ smp_session_wait(uint64_t call, smp_wait_kind kind, int32_t entry)
 }
 
 int
-smp_session_agree(const smp_ballot *ballot, const uint32_t *words, size_t n)
+smp_session_agree(const smp_ballot *ballot, const uint32_t *words, size_t n,
+                  bool *complete)
 {
     smp_ballot_list list = {.ballot = *ballot, .n = (uint32_t)n};
-    size_t          outcome;
+    smp_agreement   agreement;
     smp_status      status;
 
     memcpy(list.words, words, n * sizeof(*words));
     smp_heap_give_scratch();
     Py_BEGIN_ALLOW_THREADS;
-    status = smp_server_agree(smp_the_session.server, &list, &outcome);
+    status =
+        smp_server_agree(smp_the_session.server, &list, complete != NULL, &agreement);
     Py_END_ALLOW_THREADS;
     if (status == SMP_ERR_CLOSED) {
         PyErr_SetNone(smp_the_session.aborted);
@@ -50,5 +52,8 @@ smp_session_agree(const smp_ballot *ballot, const uint32_t *words, size_t n)
         smp_session_raise(status, "agreeing on a chain of calls");
         return -1;
     }
-    return smp_stream_enter(smp_this_task) < 0 ? -1 : (int)outcome;
+    if (complete != NULL) {
+        *complete = agreement.complete;
+    }
+    return smp_stream_enter(smp_this_task) < 0 ? -1 : (int)agreement.outcome;
 }

@@ -21,8 +21,11 @@ enum {
     SMP_BALLOT_MADE = 2 << 16,   /* 1: the caller makes the foreseen call */
 };
 
-/* Casts a list in a ballot (server/ballots.h).  The outcome, or -1 with an exception:
- * `aborted` when the step failed. */
-int smp_session_agree(const smp_ballot *ballot, const uint32_t *words, size_t n);
+/* Casts a list in a ballot (server/ballots.h).  complete: waits for the lists of all
+ * tp_ranks; *complete: they are here, which a standstill may prevent.  NULL: waits for
+ * the outcome alone.  The outcome, or -1 with an exception: `aborted` when the step
+ * failed. */
+int smp_session_agree(const smp_ballot *ballot, const uint32_t *words, size_t n,
+                      bool *complete);
 
 #endif

@@ -65,6 +65,7 @@ load_names(void)
     } names[] = {
         {&smp_names.fetched, "fetched"},
         {&smp_names.fetch_all, "fetch_all"},
+        {&smp_names.aliased, "aliased"},
         {&smp_names.requires_grad, "requires_grad"},
         {&smp_names.is_conj, "is_conj"},
         {&smp_names.is_neg, "is_neg"},
