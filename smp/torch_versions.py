@@ -125,6 +125,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "torch.Tensor": (
         "__dlpack_c_exchange_api__",
         "_backward_hooks",
+        "_base",
         "_cdata",
         "_indices",
         "_is_view",

@@ -291,7 +291,7 @@ raise_from_there(smp_message *response)
 static long *
 note_versions(const smp_pack *pack)
 {
-    long *versions = malloc((pack->ntensors + 1) * sizeof(*versions));
+    long *versions = calloc(pack->ntensors + 1, sizeof(*versions));
 
     if (versions == NULL) {
         PyErr_NoMemory();
