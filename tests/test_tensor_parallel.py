@@ -1036,3 +1036,12 @@ def test_a_whole_state_is_loaded_before_delayed_values_are_made():
     assert job.model.load_state_dict(rest, strict=False).missing_keys == [name]
     assert not any(job.model.load_state_dict(given))
     job.run(2)
+
+
+def test_gloo_is_refused_where_a_pipeline_on_gpus_would_wait_for_ever(monkeypatch):
+    backend = types.SimpleNamespace(name=lambda: "gloo")
+    tp_group = types.SimpleNamespace(_get_backend=lambda device: backend)
+    monkeypatch.setattr(group.ranks, "get_tp_process_group", lambda: tp_group)
+    group.refuse_gloo_on_gpus(torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match="'ddp_dist_backend' to 'smddp' or 'nccl'"):
+        group.refuse_gloo_on_gpus(torch.device("cuda", 0))

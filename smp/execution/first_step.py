@@ -34,6 +34,7 @@ from smp.runtime.forward_attributes import ForwardState
 from smp.runtime_state import Runtime
 from smp.saving import state_dicts
 from smp.slicing.slices import slices_of
+from smp.tensor_parallel import group
 from smp.tensor_parallel.backward import sequence, step_end
 from smp.tensor_parallel.backward.step_end import PeerFailed
 
@@ -57,10 +58,13 @@ def partition_models(
             that device, or in place.
 
     Raises:
+        NotImplementedError: the TP_GROUP's backend cannot serve a pipeline on this device.
         PartitionError: the pins cannot be met.
         PartitionMismatch: a rank has another model; on every rank.
         Exception: the traced run's; on every rank.
     """
+    if rt.tp_size > 1 and rt.home is not None:
+        group.refuse_gloo_on_gpus(rt.home)
     sync_batch_norm.prepare(models, rt)
     if rt.in_sequence:
         sequence.prepare()

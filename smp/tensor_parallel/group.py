@@ -205,6 +205,21 @@ def reduce_rows(
         )
 
 
+def refuse_gloo_on_gpus(device: torch.device) -> None:
+    """Check the backend for a pipeline, in which a rank works on while a collective runs.
+
+    Raises:
+        NotImplementedError: gloo's collectives of CUDA tensors do not tell of their end.
+    """
+    tp_group: Any = ranks.get_tp_process_group()
+    if device.type == "cuda" and tp_group._get_backend(device).name() == "gloo":
+        raise NotImplementedError(
+            "smp: gloo cannot serve tensor parallelism of a pipeline on GPUs (its collectives "
+            "of CUDA tensors have no future, torch.distributed.Work.get_future): set "
+            "'ddp_dist_backend' to 'smddp' or 'nccl'"
+        )
+
+
 def _is_gloo(tp_group: Any, tensor: Tensor) -> bool:
     """Whether gloo serves such tensors: all of host memory but smddp's."""
     return tensor.is_cpu or tp_group._get_backend(tensor.device).name() == "gloo"
