@@ -260,9 +260,9 @@ def chains() -> list[tuple[int, list[int]]]:
     step function, the called entries.
     """
 
-def touch_output(tensor: Tensor, call: Any, link: int, /) -> None:
+def touch_output(tensor: Tensor, call: Any, link: int, used: bool, /) -> None:
     """The caller uses an output of a chain: it ends there in later steps, and now, too, if
-    foreseen calls have the tensor.
+    foreseen calls have the tensor.  Not used, but packed for another call: a miss.
     """
 
 def refuse_foreseen(undo: Callable[[], None], /) -> None:

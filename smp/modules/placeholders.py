@@ -66,10 +66,17 @@ class Placeholder(Tensor):
 
     def fetched(self) -> Tensor:
         """The values, without a gradient, for a use by the caller."""
+        return self._fetched(used=True)
+
+    def packed(self) -> Tensor:
+        """The values, for a call of a module of another rank: perhaps soon one of the chain."""
+        return self._fetched(used=False)
+
+    def _fetched(self, used: bool) -> Tensor:
         if self._smp_of is not None:
-            return self._smp_of.fetched()
+            return self._smp_of._fetched(used)
         call, place, link = self._smp_origin
-        _core.touch_output(self, call, link)
+        _core.touch_output(self, call, link, used)
         if self._smp_values is None:
             [self._smp_values] = _core.fetch_outputs(call, [place])
         return self._smp_values

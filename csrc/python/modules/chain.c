@@ -673,9 +673,9 @@ is_expected(const smp_chain *chain, const PyObject *tensor)
     return false;
 }
 
-/* touch_output(tensor, call, link): the caller uses an output of a chain.  From the
- * next step on the chain ends at its call.  In this one the calls after it that have
- * the tensor are made singly: autograd adds up gradients in the order of uses. */
+/* touch_output(tensor, call, link, used): the caller uses an output of a chain.  From
+ * the next step on the chain ends at its call.  In this one the calls after it that
+ * have the tensor are made singly: autograd adds up gradients in the order of uses. */
 static PyObject *
 py_touch_output(PyObject *unused, PyObject *args)
 {
@@ -683,15 +683,20 @@ py_touch_output(PyObject *unused, PyObject *args)
     PyObject          *tensor;
     smp_call_object   *call;
     unsigned long long link;
+    int                used;
 
     (void)unused;
-    if (!PyArg_ParseTuple(args, "OOK", &tensor, &call, &link)) {
+    if (!PyArg_ParseTuple(args, "OOKp", &tensor, &call, &link, &used)) {
         return NULL;
     }
     if (task == NULL || !smp_call_is_of_this_step(call)) {
         Py_RETURN_NONE;
     }
-    smp_link_end((smp_link *)(uintptr_t)link, true);
+    if (used) {
+        smp_link_end((smp_link *)(uintptr_t)link, true);
+    } else {
+        smp_link_miss((smp_link *)(uintptr_t)link);
+    }
     if (task->chain != NULL && is_expected(task->chain, tensor) &&
         drop(task, SMP_MISS_USED) < 0) {
         return NULL;
@@ -728,7 +733,7 @@ static PyMethodDef functions[] = {
     {"chains", py_chains, METH_NOARGS, "chains() -> [(caller, [entry, ...]), ...]"},
     {"given", py_given, METH_VARARGS, "given(args, kwargs)"},
     {"touch_output", py_touch_output, METH_VARARGS,
-     "touch_output(tensor, call, link): the caller uses an output of a chain"},
+     "touch_output(tensor, call, link, used): the caller uses an output of a chain"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -73,7 +73,7 @@ smp_tensor_borrow(PyObject *tensor, dl_tensor *out, PyObject **held)
     int is;
 
     *held = smp_is_placeholder(tensor)
-                ? PyObject_CallMethodNoArgs(tensor, smp_names.fetched)
+                ? PyObject_CallMethodNoArgs(tensor, smp_names.packed)
                 : Py_NewRef(tensor);
     if (*held == NULL) {
         return -1;

@@ -63,7 +63,7 @@ load_names(void)
         PyObject  **slot;
         const char *name;
     } names[] = {
-        {&smp_names.fetched, "fetched"},
+        {&smp_names.packed, "packed"},
         {&smp_names.fetch_all, "fetch_all"},
         {&smp_names.aliased, "aliased"},
         {&smp_names.requires_grad, "requires_grad"},

@@ -58,7 +58,7 @@ typedef struct {
     PyObject *requires_grad, *is_conj, *is_neg, *resolve_conj, *resolve_neg, *_version,
         *get_state, *set_state, *manual_seed, *random_, *grad, *dict, *module,
         *qualname, *copy_, *grad_fn, *clone, *add_, *detach, *device, *_fields,
-        *default_factory, *_backward_hooks, *next_functions, *output_nr, *fetched,
+        *default_factory, *_backward_hooks, *next_functions, *output_nr, *packed,
         *fetch_all, *aliased, *view_as;
 } smp_names_table;
 
