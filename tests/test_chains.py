@@ -145,6 +145,11 @@ class Blocks(nn.Module):
                 x = block(given.view(-1, WIDTH), mask)
                 if late and self.way.endswith("used"):
                     x = x + given * 2
+            elif self.way == "detaches" and late:
+                x.detach_()
+                x = block(x, mask)
+            elif self.way == "requires grad" and late:
+                x = block(x, mask.requires_grad_())
             elif self.way == "the same memory again" and i == 0:
                 x = block(self.memory[: len(x)].copy_(x.detach()), mask)
             elif self.way == "itself for a mask":
@@ -171,6 +176,7 @@ WAYS = (
     "shares", "uses what it shares", "touches", "touches later", "cache", "sets",
     "itself for a mask",
     "two masks", "two masks, in place", "two masks, another one", "two masks, with grad",
+    "detaches", "requires grad",
     "aliases", "aliases, own function", "aliases, no grad", "aliases, hook",
     "aliases, in place", "aliases, part", "aliases, used",
 )  # fmt: skip

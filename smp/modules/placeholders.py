@@ -100,6 +100,7 @@ class Placeholder(Tensor):
             return None
         if shape is not None and (
             len(shape) != self.dim()
+            or [*shape].count(-1) > (self.numel() > 0)
             or any(n not in (-1, own) for n, own in zip(shape, self.shape, strict=True))
         ):
             return None

@@ -23,6 +23,7 @@ typedef struct {
     uint64_t      seed;
     PyObject    **tensors; /* owned: the expected arguments */
     long         *versions;
+    int          *grads;  /* owned: whether each requires grad */
     bool          shares; /* arguments with grad of the request: see links.c */
 } foreseen;
 
@@ -57,6 +58,7 @@ free_chain(smp_chain *chain)
         }
         free(next->tensors);
         free(next->versions);
+        free(next->grads);
         smp_follower_let_go(next->call);
     }
     for (size_t i = 0; chain->described != NULL && i < chain->n; i++) {
@@ -304,7 +306,8 @@ expect_arguments(smp_chain *chain, const smp_chain_plan *plan, const smp_pack *p
 
         next->tensors = calloc(next->call->nsources + 1, sizeof(PyObject *));
         next->versions = malloc((next->call->nsources + 1) * sizeof(*next->versions));
-        if (next->tensors == NULL || next->versions == NULL) {
+        next->grads = malloc((next->call->nsources + 1) * sizeof(*next->grads));
+        if (next->tensors == NULL || next->versions == NULL || next->grads == NULL) {
             PyErr_NoMemory();
             return -1;
         }
@@ -316,6 +319,10 @@ expect_arguments(smp_chain *chain, const smp_chain_plan *plan, const smp_pack *p
             }
             next->tensors[j] = Py_NewRef(tensor);
             next->versions[j] = smp_history_version(tensor);
+            next->grads[j] = smp_attr_true(tensor, smp_names.requires_grad);
+            if (next->grads[j] < 0) {
+                return -1;
+            }
         }
     }
     return 0;
@@ -453,6 +460,11 @@ are_foreseen(const smp_chain *chain, const foreseen *next, const smp_pack *pack,
         if (same == 1) {
             *why = SMP_MISS_CHANGED;
             same = is_untouched(chain, next->tensors[i], next->versions[i]);
+        }
+        if (same == 1) { /* detach_() and requires_grad_() change no version */
+            const int grad = smp_attr_true(given, smp_names.requires_grad);
+
+            same = grad < 0 ? -1 : grad == next->grads[i];
         }
         if (same != 1) {
             return same;
