@@ -303,11 +303,11 @@ note_versions(const smp_pack *pack)
 }
 
 /* An exception if a tensor of the request has changed since: the call is to be sent
- * again, and other tasks have run. */
+ * again, and other tasks have run.  versions: NULL: of a call that has no chain. */
 static int
 check_versions(const smp_pack *pack, const long *versions, const smp_entry *entry)
 {
-    for (size_t i = 0; i < pack->ntensors; i++) {
+    for (size_t i = 0; versions != NULL && i < pack->ntensors; i++) {
         if (smp_history_version(pack->tensors[i]) != versions[i]) {
             return smp_chain_refuse_changed(entry);
         }
@@ -339,7 +339,7 @@ make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool forese
     pack.graph = site->grad;
     /* The arguments travel as they are now: foreseeing may let other tasks run. */
     if (pack_request(&pack, site->args, site->kwargs, site->state, entry) < 0 ||
-        (versions = note_versions(&pack)) == NULL ||
+        (foresees && site->chains && (versions = note_versions(&pack)) == NULL) ||
         smp_session_warn_if_laden(pack.laden, entry) < 0 ||
         (foresees && smp_chain_foresee(task, site, plan) < 0) ||
         smp_links_called(task, site, &pack) < 0 || smp_call_draw(site) < 0) {

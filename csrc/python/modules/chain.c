@@ -645,8 +645,9 @@ smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
     smp_call_release(call, stretch < call->nstretches ? stretch : 0);
     entry = at == 0 ? site->entry : plan->calls[at - 1]->entry;
     note_miss(entry, SMP_MISS_UNDONE);
-    smp_the_session.entries[entry].nests =
-        smp_the_session.entries[entry].nests || nests;
+    if (nests) {
+        smp_the_session.entries[entry].nests = true;
+    }
     smp_link_end(plan->links[at == 0 ? 0 : at - 1], true);
     return 0;
 }

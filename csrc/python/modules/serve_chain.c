@@ -452,7 +452,7 @@ read_chain(smp_served_chain *chain, smp_unpack *first, uint64_t call)
     return 0;
 }
 
-/* Prepares the next call.  *entry and *head: its. */
+/* Prepares the next call: *head.  0, or -1 with an exception. */
 static int
 prepare(smp_served_chain *chain, smp_unpack *first, smp_context *context, size_t at,
         smp_chain_head *head)
@@ -676,9 +676,7 @@ smp_serve_fetch(smp_message *request)
 
 static PyMethodDef functions[] = {
     {"refuse_foreseen", py_refuse_foreseen, METH_O,
-     "refuse_foreseen(undo): raises in a call of a chain, or remembers undo(); its "
-     "owner "
-     "then undoes the chain"},
+     "refuse_foreseen(undo): raises in a call of a chain, or keeps undo() for its end"},
     {NULL, NULL, 0, NULL},
 };
 
