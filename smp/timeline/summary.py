@@ -19,6 +19,7 @@ class TraceSummary(NamedTuple):
 
     Attributes:
         milliseconds: from the first task to the end of the last one.
+        work, bubble, relay, imbalance, overhead: the shares, defined in ``docs/debugging.md``.
         by_rank: (work, bubble, relay, other idle time) of each pp_rank, in percent of its time.
         chains: the number of chains, and of the calls in them.
         passed: chains passed on from owner to owner.
