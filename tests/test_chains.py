@@ -100,6 +100,9 @@ class Blocks(nn.Module):
             elif self.way == "hooked" and late:
                 x.register_hook(lambda gradient: gradient * 2)
                 x = block(x, mask)
+            elif self.way == "hooked too late" and late:
+                before, x = x, block(x, mask)
+                before.retain_grad() if self.number % 2 else before.register_hook(print)
             elif self.way == "catches":
                 try:
                     x = block(x, mask)
@@ -142,9 +145,11 @@ class Blocks(nn.Module):
                     given.mul_(2.0)
                 elif late and self.way.endswith("part"):
                     given = given[:, :1].expand(given.shape)
-                x = block(given.view(-1, WIDTH), mask)
+                before, x = x, block(given.view(-1, WIDTH), mask)
                 if late and self.way.endswith("used"):
                     x = x + given * 2
+                elif late and self.way.endswith("too late"):
+                    before.retain_grad() if self.number % 2 else given.retain_grad()
             elif self.way == "detaches" and late:
                 x.detach_()
                 x = block(x, mask)
@@ -177,8 +182,9 @@ WAYS = (
     "itself for a mask",
     "two masks", "two masks, in place", "two masks, another one", "two masks, with grad",
     "detaches", "requires grad",
+    "hooked too late",
     "aliases", "aliases, own function", "aliases, no grad", "aliases, hook",
-    "aliases, in place", "aliases, part", "aliases, used",
+    "aliases, in place", "aliases, part", "aliases, used", "aliases, hooked too late",
 )  # fmt: skip
 
 
@@ -195,8 +201,10 @@ def check_way(way: str, owners: tuple[int, ...], **config) -> None:
         set_on_all(run, "number", number)
         if way in ("changes", "raises", "catches", "sets") and number >= 2:
             set_on_all(run, "kind", "raises" if way == "catches" else way, block=2)
-        if way == "raises" and number >= 2:
-            with pytest.raises(ValueError, match="of a block"):
+        if way.endswith(("raises", "too late")) and number >= 2:
+            with pytest.raises(
+                (ValueError, RuntimeError), match="of a block|'far.blocks.2' has got"
+            ):
                 smp.step(train)(run.model, rows(6, number))
         else:
             run.check(train, rows(6, number), plain=False)

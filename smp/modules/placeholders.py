@@ -27,6 +27,7 @@ class Placeholder(Tensor):
     _smp_origin: tuple[Any, tuple[int, int], int]  # its call, its place there, and the link
     _smp_values: Tensor | None
     _smp_of: "Placeholder | None"  # the one that this is an alias of
+    _smp_given_to: str | None = None  # the next module of the chain, once called
 
     @staticmethod
     def __new__(
@@ -141,6 +142,22 @@ class Placeholder(Tensor):
                 return None
             node = node.next_functions[0][0]
         return base if node is base.grad_fn else None  # a view under no_grad ends without
+
+    def register_hook(self, hook: Any) -> Any:
+        self._refuse_after_its_call("register_hook")
+        return super().register_hook(hook)
+
+    def retain_grad(self) -> None:
+        self._refuse_after_its_call("retain_grad")
+        super().retain_grad()
+
+    def _refuse_after_its_call(self, name: str) -> None:
+        if self._smp_given_to is not None:
+            raise RuntimeError(
+                f"smp: {name}() of a tensor that module '{self._smp_given_to}' has got: its "
+                f"gradient stays on that module's rank.  Call {name}() before the module, or "
+                f"set 'fast_mode': False"
+            )
 
     def _plain(self) -> Tensor:
         """A tensor of torch's class, in the same graph."""

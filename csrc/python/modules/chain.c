@@ -41,6 +41,8 @@ typedef struct smp_chain {
 
 static PyObject *name_origin;
 static PyObject *name_retains;
+static PyObject *name_of;
+static PyObject *name_given_to;
 
 /* ---------------------------------------------------------------------- the replay */
 
@@ -551,6 +553,30 @@ check_unchanged(const foreseen *next, const smp_pack *pack)
     return 0;
 }
 
+/* Tells the arguments that are outputs of the chain the path of the call's module:
+ * their gradients stay on its owner. */
+static int
+give_to(const foreseen *next, const smp_pack *pack)
+{
+    PyObject *path = PyUnicode_FromString(
+        smp_entry_path(&smp_the_session.entries[next->call->entry]));
+    int failed = path == NULL ? -1 : 0;
+
+    for (size_t i = 0; failed == 0 && i < pack->ntensors; i++) {
+        PyObject *tensor = Py_NewRef(pack->tensors[i]);
+
+        while (failed == 0 && smp_is_placeholder(tensor)) {
+            PyObject *whole = PyObject_GetAttr(tensor, name_of);
+
+            failed = whole == NULL ? -1 : PyObject_SetAttr(tensor, name_given_to, path);
+            Py_SETREF(tensor, whole == NULL ? Py_NewRef(Py_None) : whole);
+        }
+        Py_DECREF(tensor);
+    }
+    Py_XDECREF(path);
+    return failed;
+}
+
 /* This rank makes the next foreseen call by itself, or not at all. */
 static int
 drop(smp_task *task, smp_miss why)
@@ -592,7 +618,8 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
     }
     foreseen_here = same == 1;
     same = all_make_it(chain, same);
-    if (same == 0 && foreseen_here && check_unchanged(next, &pack) < 0) {
+    if ((same == 0 && foreseen_here && check_unchanged(next, &pack) < 0) ||
+        (same == 1 && chain->grad && give_to(next, &pack) < 0)) {
         same = -1;
     }
     if (same <= 0) {
@@ -755,7 +782,10 @@ smp_chain_add(PyObject *module)
 {
     name_origin = PyUnicode_InternFromString("_smp_origin");
     name_retains = PyUnicode_InternFromString("retains_grad");
-    if (name_origin == NULL || name_retains == NULL) {
+    name_of = PyUnicode_InternFromString("_smp_of");
+    name_given_to = PyUnicode_InternFromString("_smp_given_to");
+    if (name_origin == NULL || name_retains == NULL || name_of == NULL ||
+        name_given_to == NULL) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);
