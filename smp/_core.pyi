@@ -298,6 +298,9 @@ def gradients_setup(
     ``smp_ledger_create()``.  mix_layouts: the sum of a dense and a sparse tensor.
     """
 
+def grad_flags(dicts: list[dict[str, nn.Parameter | None]], /) -> bytes:
+    """One byte for each: whether it requires grad; 2 for None."""
+
 def gradients_begin(
     microbatches: int, backwards: int, on_complete: Callable[[int], None] | None, /
 ) -> None:
@@ -306,6 +309,9 @@ def gradients_begin(
 
 def gradients_end(failed: bool, /) -> None:
     """Put every ``.grad`` back; after a failure, None where it was None."""
+
+def gradients_hooked() -> nn.Parameter | None:
+    """One of the ledger with a post-accumulate-grad hook of the script's."""
 
 def gradients_leave_out() -> None:
     """Some gradients of the step may be zeros, from outputs without use in a loss."""

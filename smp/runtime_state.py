@@ -113,8 +113,9 @@ class CoreTables:
     holders: list[dict[str, nn.Parameter | None]] = field(
         default_factory=list
     )  # modules' own parameters
-    hooked: set[int] = field(default_factory=set)  # ids of those with a hook of the core's
-    grad_flags: bytes = b""  # by parameter, at the making of entry_flags
+    grad_flags: bytes = b""  # of all of these, at the making of entry_flags
+    others: list[nn.Parameter] = field(default_factory=list)  # those not in the ledger
+    hooks_on_others: list[dict] = field(default_factory=list)  # their hooks on sums
     grad_told: str = ""  # ... in words
     gates: array = field(default_factory=lambda: array("i"))  # calls a microbatch, 0: unknown
 

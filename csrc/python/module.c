@@ -9,6 +9,7 @@
 #include "python/modules/chain.h"
 #include "python/modules/context.h"
 #include "python/modules/fetch.h"
+#include "python/modules/grad_flags.h"
 #include "python/modules/gradients.h"
 #include "python/modules/lineup.h"
 #include "python/modules/nodes.h"
@@ -44,13 +45,13 @@ module_exec(PyObject *module)
         smp_nodes_add(module) < 0 || smp_step_add(module) < 0 ||
         smp_timeline_binding_add(module) < 0 || smp_call_add(module) < 0 ||
         smp_context_add(module) < 0 || smp_chain_add(module) < 0 ||
-        smp_fetch_add(module) < 0 || smp_serve_chain_add(module) < 0 ||
-        smp_gradients_add_functions(module) < 0 || smp_python_add_comm(module) < 0 ||
-        smp_comm_add(module) < 0 || smp_group_add(module) < 0 ||
-        smp_mail_add(module) < 0 || smp_python_add_partition(module) < 0 ||
-        smp_watch_add_functions(module) < 0 || smp_heap_add_functions(module) < 0 ||
-        smp_python_add_log(module) < 0 || smp_python_add_tp_kernels(module) < 0 ||
-        smp_lineup_add(module) < 0) {
+        smp_fetch_add(module) < 0 || smp_grad_flags_add(module) < 0 ||
+        smp_serve_chain_add(module) < 0 || smp_gradients_add_functions(module) < 0 ||
+        smp_python_add_comm(module) < 0 || smp_comm_add(module) < 0 ||
+        smp_group_add(module) < 0 || smp_mail_add(module) < 0 ||
+        smp_python_add_partition(module) < 0 || smp_watch_add_functions(module) < 0 ||
+        smp_heap_add_functions(module) < 0 || smp_python_add_log(module) < 0 ||
+        smp_python_add_tp_kernels(module) < 0 || smp_lineup_add(module) < 0) {
         return -1;
     }
     if (PyModule_AddStringConstant(module, "compiler", COMPILER) < 0 ||

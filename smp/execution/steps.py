@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp import _core, memory, ranks
 from smp.collectives.objects import refuse_if_forked
@@ -191,7 +191,6 @@ class Step:
         self.given: tuple[tuple, dict] = (), {}
         self.calls: list[tuple[tuple, dict]] = []
         self.outputs: list[Any] = []
-        self.parameters: list[nn.Parameter] = []  # of all models, as the step begins
         self.reduction: Reduction | None = None  # gradients are exchanged after the step
         self.before: StepState | None = None
         self.description: tuple | None = None  # of the step's failure
@@ -420,8 +419,7 @@ class Step:
         )
         refused = self._split_as_others(refused)
         self.outputs = [None] * self.count
-        self.parameters = core_tables.parameters_now(rt.tables)
-        if core_tables.requires_grad_flags(self.parameters) != rt.tables.grad_flags:
+        if core_tables.grad_flags(rt.tables) != rt.tables.grad_flags:
             core_tables.install_gradients(rt, models)
         try:
             plan = self._plan(refused)
@@ -560,7 +558,7 @@ class Step:
         Raises:
             NotImplementedError: a parameter has a hook in need of the sum.
         """
-        hooked = core_tables.with_hook_on_sum(self.parameters, self.rt.tables.hooked)
+        hooked = core_tables.with_hook_on_sum(self.rt.tables)
         for one in live_models.partitioned() if hooked is not None else ():
             for name, parameter in one.module.named_parameters():
                 if parameter is hooked:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from smp.partitioning import traced_tensors
 
@@ -37,7 +38,7 @@ def _group_of(place: tuple[int, str], args: tuple, kwargs: dict) -> dist.Process
 class _Kind:
     """An operator's schema, looked up once."""
 
-    __slots__ = ("fresh", "group", "random", "writes")
+    __slots__ = ("flops", "fresh", "group", "random", "writes")
 
     def __init__(self, func: Any):
         schema = func._schema
@@ -49,6 +50,17 @@ class _Kind:
         ]
         self.group = _place_of_group(schema)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.flops = flop_registry.get(func.overloadpacket)
+        if func.overloadpacket is _ATTENTION_ON_CPU:
+            self.flops = _attention_flops
+
+
+# PyTorch counts this operator on other devices alone.
+_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> int:
+    return sdpa_flop_count(q.shape, k.shape, v.shape)
 
 
 def _is_meta(device: Any) -> bool:
@@ -97,6 +109,9 @@ class Operators(TorchDispatchMode):
         if recorder.meta and not kind.random and _is_meta(kwargs.get("device")):
             call = self._made_on_meta
         output = call(func, args, kwargs)
+        if kind.flops is not None and frame.number >= 0:
+            flops = kind.flops(*args, **kwargs, out_val=output)
+            recorder.records[frame.number].flops += int(flops)
         if kind.fresh:
             self._count(frame, output)
         elif kind.writes and recorder.meta and written is not None:

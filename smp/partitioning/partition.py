@@ -183,7 +183,7 @@ def make_partition(
             model.use_parameter,
             first_run=model.order,
             activation_bytes=model.kept_bytes or model.activation_bytes,
-            seconds=model.seconds if timed else None,
+            seconds=model.seconds if timed else model.works(),
             chain=model.chain,
             pin=pins,
         )
@@ -251,6 +251,18 @@ class _FlatModel:
         weighed = trace is not None and trace.weighed
         self.kept_bytes = array("q", [t.kept_bytes for t in seen] if weighed else [])
         self.seconds = array("d", [t.seconds for t in seen])
+        self.flops = [t.flops for t in seen]
+
+    def works(self) -> array | None:
+        """A weight for each module's time: 1, and more for one with more flops than the mean.
+
+        The paper has 1 for all.  A language model's head may have the flops of several blocks.
+        """
+        some = [flops for flops in self.flops if flops]
+        if not some:
+            return None
+        mean = sum(some) / len(some)
+        return array("d", [max(1.0, flops / mean) for flops in self.flops])
 
     def _collect_parameters(self) -> None:
         """Number the parameters; one object, or one memory, has one number."""

@@ -62,6 +62,8 @@ class ModuleTrace:
         seconds: time of its forward over all executions, without that of the modules called;
             0.0 unless times were asked for.
         total_seconds: the same with the modules called.
+        flops: operations of matrix products, convolutions and attention in its forward over all
+            executions, without the modules called.
         activation_bytes: bytes of all new tensors of operators while the module was the
             innermost running one, over all executions.  Views and the results of in-place
             operators are not new.
@@ -103,6 +105,7 @@ class ModuleTrace:
     executions: int = 0
     seconds: float = 0.0
     total_seconds: float = 0.0
+    flops: int = 0
     activation_bytes: int = 0
     kept_bytes: int = 0
     input_bytes: int = 0

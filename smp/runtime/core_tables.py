@@ -1,6 +1,7 @@
 """The core's tables of all models: entries, gates, names, and the gradients of entries."""
 
 from array import array
+from collections import OrderedDict
 from typing import Any
 from zlib import crc32
 
@@ -89,8 +90,11 @@ def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:
     tables.entry_flags = bytes(flags)
     every = (module for model in models for module in model.module.modules())
     tables.holders = [module._parameters for module in every if module._parameters]
-    tables.hooked = set(map(id, local))
-    tables.grad_flags = requires_grad_flags(parameters_now(tables))
+    tables.grad_flags = grad_flags(tables)
+    mine = set(map(id, local))
+    every_one = (p for its in tables.holders for p in its.values() if p is not None)
+    tables.others = [p for p in every_one if id(p) not in mine]
+    tables.hooks_on_others = [_hooks_on_sum(p) for p in tables.others]
     of_all = bytes(p.requires_grad for m in models for p in m.module.parameters())
     some = f"{sum(of_all)} of {len(of_all)} parameters require grad"
     tables.grad_told = f"{some} ({crc32(of_all):08x})"
@@ -113,34 +117,29 @@ def chains_of(model: LiveModel) -> list[list[str]]:
     return []
 
 
-def parameters_now(tables: CoreTables) -> list[nn.Parameter]:
-    """Those of all models, in each module that has them; each step's look at all of them.
+def grad_flags(tables: CoreTables) -> bytes:
+    """``requires_grad`` of each parameter of all models: every step looks at them.
 
     A module may have another one by now, in the same dict.
     """
-    return [p for its in tables.holders for p in its.values() if p is not None]
-
-
-def requires_grad_flags(parameters: list[nn.Parameter]) -> bytes:
-    """One byte for each: whether it requires grad now."""
     with torch._C.DisableTorchFunctionSubclass():  # it would be 100 times slower
-        return bytes([p.requires_grad for p in parameters])
+        return _core.grad_flags(tables.holders)
 
 
-def with_hook_on_sum(parameters: list[nn.Parameter], hooked: set[int]) -> nn.Parameter | None:
-    """One with a ``register_post_accumulate_grad_hook`` of the script's.
+def with_hook_on_sum(tables: CoreTables) -> nn.Parameter | None:
+    """One with a ``register_post_accumulate_grad_hook`` of the script's."""
+    if any(tables.hooks_on_others):
+        both = zip(tables.others, tables.hooks_on_others, strict=True)
+        return next(parameter for parameter, hooks in both if hooks)
+    return _core.gradients_hooked()
 
-    Args:
-        hooked: ids of those with a hook of the core's.
-    """
+
+def _hooks_on_sum(parameter: nn.Parameter) -> dict:
+    """Its dict of ``register_post_accumulate_grad_hook``, which later hooks enter, too."""
     with torch._C.DisableTorchFunctionSubclass():
-        found = [
-            p
-            for p in parameters
-            if (there := p._post_accumulate_grad_hooks)
-            and (len(there) > 1 or id(p) not in hooked)  # type: ignore[arg-type]
-        ]
-    return found[0] if found else None
+        if parameter._post_accumulate_grad_hooks is None:
+            parameter._post_accumulate_grad_hooks = OrderedDict()  # type: ignore[assignment]
+        return parameter._post_accumulate_grad_hooks  # type: ignore[return-value]
 
 
 def _sum_of_layouts(total: Tensor, term: Tensor) -> Tensor:

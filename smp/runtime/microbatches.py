@@ -280,9 +280,10 @@ def cut(value: Any, count: int, axis: int, name: str, samples: list[Samples]) ->
     """
     if isinstance(value, Tensor):
         return _cut_tensor(value, count, axis, name, samples)
-    if hasattr(value, "smp_slice"):
+    is_module = isinstance(value, torch.nn.Module)  # a missing attribute of it takes long
+    if hasattr(type(value) if is_module else value, "smp_slice"):
         return [value.smp_slice(count, i, axis) for i in range(count)]
-    if isinstance(value, torch.nn.Module):
+    if is_module:
         return [value] * count
 
     def inner(part: Any, at: Any) -> list:

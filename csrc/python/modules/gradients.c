@@ -12,6 +12,7 @@ static struct {
     smp_ledger *ledger;
     PyObject   *parameters;  /* list: the local parameters, by number */
     PyObject   *hooks;       /* list: their hooks' handles */
+    PyObject   *all_hooks;   /* list: dicts of these hooks, and of the script's */
     PyObject  **base;        /* owned, by number: the gradient outside the ledger */
     bool       *had;         /* by number: there was a gradient when the step began */
     bool       *complete;    /* by number: .grad is base again */
@@ -264,6 +265,7 @@ forget(void)
     }
     Py_CLEAR(gradients.parameters);
     Py_CLEAR(gradients.hooks);
+    Py_CLEAR(gradients.all_hooks);
     free(gradients.base);
     free(gradients.had);
     free(gradients.complete);
@@ -276,8 +278,11 @@ static int
 add_hooks(PyObject *parameters)
 {
     gradients.hooks = PyList_New(0);
-    for (Py_ssize_t i = 0; gradients.hooks != NULL && i < PyList_GET_SIZE(parameters);
-         i++) {
+    gradients.all_hooks = PyList_New(0);
+    if (gradients.hooks == NULL || gradients.all_hooks == NULL) {
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parameters); i++) {
         PyObject *number = PyLong_FromSsize_t(i);
         PyObject *hook =
             number == NULL ? NULL : PyCFunction_New(&accumulated_def, number);
@@ -286,16 +291,39 @@ add_hooks(PyObject *parameters)
                 ? NULL
                 : PyObject_CallMethod(PyList_GET_ITEM(parameters, i),
                                       "register_post_accumulate_grad_hook", "O", hook);
-        int failed = handle == NULL || PyList_Append(gradients.hooks, handle) < 0;
+        PyObject *all = handle == NULL
+                            ? NULL
+                            : PyObject_GetAttrString(PyList_GET_ITEM(parameters, i),
+                                                     "_post_accumulate_grad_hooks");
+        int       failed = all == NULL || PyList_Append(gradients.hooks, handle) < 0 ||
+                     PyList_Append(gradients.all_hooks, all) < 0;
 
         Py_XDECREF(number);
         Py_XDECREF(hook);
         Py_XDECREF(handle);
+        Py_XDECREF(all);
         if (failed) {
             return -1;
         }
     }
-    return gradients.hooks == NULL ? -1 : 0;
+    return 0;
+}
+
+/* gradients_hooked() -> a parameter with a hook of the script's like the core's, or
+ * None */
+static PyObject *
+py_hooked(PyObject *module, PyObject *unused)
+{
+    PyObject *all = gradients.all_hooks;
+
+    (void)module;
+    (void)unused;
+    for (Py_ssize_t i = 0; all != NULL && i < PyList_GET_SIZE(all); i++) {
+        if (PyObject_Size(PyList_GET_ITEM(all, i)) > 1) {
+            return Py_NewRef(PyList_GET_ITEM(gradients.parameters, i));
+        }
+    }
+    Py_RETURN_NONE;
 }
 
 /* gradients_setup(parameters, first, uses, mix_layouts): first and uses are int32
@@ -500,6 +528,8 @@ static PyMethodDef functions[] = {
     {"gradients_leaves_out", py_leaves_out, METH_NOARGS,
      "gradients_leaves_out() -> whether that was said here, or on a rank that sent "
      "some"},
+    {"gradients_hooked", py_hooked, METH_NOARGS,
+     "gradients_hooked() -> a parameter with another hook on its sum, or None"},
     {"gradients_end", py_end, METH_O, "gradients_end(failed)"},
     {"gradients_taken", py_taken, METH_NOARGS,
      "gradients_taken() -> [gradients and terms of this step that no .grad has]"},
