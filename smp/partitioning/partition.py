@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _INHERIT, _NOT_PINNED = -1, -2  # SMP_PIN_INHERIT, SMP_PIN_NONE
 _MAGIC = b"smp partition 1\n"
 _NOT_TRACED = ModuleTrace()
+_OUTLIER = 4  # times the mean flops: above a T5 block's largest module, below heads
 
 
 # ------------------------------------------------------------------------- the decision
@@ -254,15 +255,19 @@ class _FlatModel:
         self.flops = [t.flops for t in seen]
 
     def works(self) -> array | None:
-        """A weight for each module's time: 1, and more for one with more flops than the mean.
+        """A weight for each module's time: 1, as the paper has it, but for outliers.
 
-        The paper has 1 for all.  A language model's head may have the flops of several blocks.
+        A language model's head may have the flops of several blocks.  An outlier has more than
+        ``_OUTLIER`` times the mean flops of modules with some.  It weighs as many of the other
+        modules as have its flops.  None: there are no outliers.
         """
-        some = [flops for flops in self.flops if flops]
-        if not some:
+        limit = _OUTLIER * sum(self.flops) / max(1, sum(flops > 0 for flops in self.flops))
+        others = [flops for flops in self.flops if flops <= limit]
+        if len(others) == len(self.flops) or sum(others) == 0:
             return None
-        mean = sum(some) / len(some)
-        return array("d", [max(1.0, flops / mean) for flops in self.flops])
+        of_each = sum(others) / len(others)
+        weights = (flops / of_each if flops > limit else 1.0 for flops in self.flops)
+        return array("d", weights)
 
     def _collect_parameters(self) -> None:
         """Number the parameters; one object, or one memory, has one number."""
