@@ -22,9 +22,11 @@ typedef struct {
     smp_follower *call; /* owned */
     uint64_t      seed;
     PyObject    **tensors; /* owned: the expected arguments */
-    long         *versions;
-    int          *grads;  /* owned: whether each requires grad */
-    bool          shares; /* arguments with grad of the request: see links.c */
+    PyObject    **nodes; /* owned: grad_fn of placeholders among them, of other chains;
+                            NULL: this chain's node, or none */
+    long *versions;
+    int  *grads;  /* owned: whether each requires grad */
+    bool  shares; /* arguments with grad of the request: see links.c */
 } foreseen;
 
 typedef struct smp_chain {
@@ -57,8 +59,10 @@ free_chain(smp_chain *chain)
 
         for (size_t j = 0; next->tensors != NULL && j < next->call->nsources; j++) {
             Py_XDECREF(next->tensors[j]);
+            Py_XDECREF(next->nodes == NULL ? NULL : next->nodes[j]);
         }
         free(next->tensors);
+        free(next->nodes);
         free(next->versions);
         free(next->grads);
         smp_follower_let_go(next->call);
@@ -299,6 +303,26 @@ find_argument(const smp_chain *chain, size_t call, smp_chain_source source,
     return number < n ? tensors[number] : NULL;
 }
 
+/* Notes the node of an argument that is an output of a chain before this one. */
+static int
+expect_node(const smp_chain *chain, size_t call, size_t at, smp_chain_source source)
+{
+    foreseen      *next = &chain->next[call];
+    const unsigned back = smp_chain_back(source);
+
+    if (smp_chain_is_output(source)) {
+        return 0;
+    }
+    if (back < call) { /* an argument of a call of the chain, too */
+        next->nodes[at] =
+            Py_XNewRef(chain->next[call - 1 - back].nodes[smp_chain_number(source)]);
+    } else if (smp_is_placeholder(next->tensors[at])) {
+        next->nodes[at] = PyObject_GetAttr(next->tensors[at], smp_names.grad_fn);
+        return next->nodes[at] == NULL ? -1 : 0;
+    }
+    return 0;
+}
+
 /* The tensors that each call will have as arguments. */
 static int
 expect_arguments(smp_chain *chain, const smp_chain_plan *plan, const smp_pack *pack)
@@ -307,9 +331,11 @@ expect_arguments(smp_chain *chain, const smp_chain_plan *plan, const smp_pack *p
         foreseen *next = &chain->next[i];
 
         next->tensors = calloc(next->call->nsources + 1, sizeof(PyObject *));
+        next->nodes = calloc(next->call->nsources + 1, sizeof(PyObject *));
         next->versions = malloc((next->call->nsources + 1) * sizeof(*next->versions));
         next->grads = malloc((next->call->nsources + 1) * sizeof(*next->grads));
-        if (next->tensors == NULL || next->versions == NULL || next->grads == NULL) {
+        if (next->tensors == NULL || next->nodes == NULL || next->versions == NULL ||
+            next->grads == NULL) {
             PyErr_NoMemory();
             return -1;
         }
@@ -322,7 +348,8 @@ expect_arguments(smp_chain *chain, const smp_chain_plan *plan, const smp_pack *p
             next->tensors[j] = Py_NewRef(tensor);
             next->versions[j] = smp_history_version(tensor);
             next->grads[j] = smp_attr_true(tensor, smp_names.requires_grad);
-            if (next->grads[j] < 0) {
+            if (next->grads[j] < 0 ||
+                expect_node(chain, i, j, plan->sources[i][j]) < 0) {
                 return -1;
             }
         }
@@ -410,9 +437,12 @@ is_at(PyObject *tensor, PyObject *name, const PyObject *what)
 /* Whether nothing has happened to the tensor since the chain began; -1 with an
  * exception. */
 static int
-is_untouched(const smp_chain *chain, PyObject *tensor, long version)
+is_untouched(const smp_chain *chain, const foreseen *next, size_t at)
 {
-    int same;
+    PyObject       *tensor = next->tensors[at];
+    const long      version = next->versions[at];
+    const PyObject *node = next->nodes[at] == NULL ? chain->node : next->nodes[at];
+    int             same;
 
     if (version < 0 || smp_history_version(tensor) != version) {
         return 0;
@@ -423,7 +453,7 @@ is_untouched(const smp_chain *chain, PyObject *tensor, long version)
     same = is_at(tensor, smp_names._backward_hooks, Py_None);
     if (same == 1) {
         same = is_at(tensor, smp_names.grad_fn, Py_None);
-        same = same == 0 ? is_at(tensor, smp_names.grad_fn, chain->node) : same;
+        same = same == 0 ? is_at(tensor, smp_names.grad_fn, node) : same;
     }
     return same == 1 ? is_at(tensor, name_retains, Py_False) : same;
 }
@@ -461,7 +491,7 @@ are_foreseen(const smp_chain *chain, const foreseen *next, const smp_pack *pack,
         *why = SMP_MISS_TENSORS;
         if (same == 1) {
             *why = SMP_MISS_CHANGED;
-            same = is_untouched(chain, next->tensors[i], next->versions[i]);
+            same = is_untouched(chain, next, i);
         }
         if (same == 1) { /* detach_() and requires_grad_() change no version */
             const int grad = smp_attr_true(given, smp_names.requires_grad);
@@ -715,7 +745,9 @@ is_expected(const smp_chain *chain, const PyObject *tensor)
 
 /* touch_output(tensor, call, link, used): the caller uses an output of a chain.  From
  * the next step on the chain ends at its call.  In this one the calls after it that
- * have the tensor are made singly: autograd adds up gradients in the order of uses. */
+ * have the tensor are made singly: autograd adds up gradients in the order of uses.
+ * Not used, but packed for a call of another rank's module: two such misses end the
+ * chain there. */
 static PyObject *
 py_touch_output(PyObject *unused, PyObject *args)
 {
@@ -734,7 +766,7 @@ py_touch_output(PyObject *unused, PyObject *args)
     }
     if (used) {
         smp_link_end((smp_link *)(uintptr_t)link, true);
-    } else {
+    } else if (!task->learns) { /* once learned, that call may have it in the chain */
         smp_link_miss((smp_link *)(uintptr_t)link);
     }
     if (task->chain != NULL && is_expected(task->chain, tensor) &&
