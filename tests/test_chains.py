@@ -217,7 +217,7 @@ def test_a_chain_has_the_bits_of_single_calls(way):
 
 
 @on_ranks(3)
-@pytest.mark.sample(40)
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("owners", [(1, 1, 2, 2), (1, 2, 1, 2)], ids=["two", "in turn"])
 @pytest.mark.parametrize("way", WAYS)
 def test_so_has_one_that_is_passed_from_owner_to_owner(way, owners):

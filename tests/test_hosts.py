@@ -346,6 +346,7 @@ def test_two_hosts_with_two_ranks_each(pipelines, strategy):
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.sample(2)
 def test_across_hosts_the_results_have_the_same_bits(pipelines, name):
     """A pipeline of four ranks on two hosts equals the cut loop, bit for bit."""
     config, over = TRANSPORTS[name]
@@ -466,6 +467,7 @@ def started_without_mpi(
 
 @pytest.mark.parametrize("transport", ["tcp", "ucx"])
 @pytest.mark.parametrize("kind", endless.SCRIPTS)
+@pytest.mark.sample(2)
 def test_a_host_that_falls_silent_is_named(agent, script, kind, transport):
     """Its cable is pulled while all work: no connection is closed, nothing comes."""
     switch = (agent.parent / "switch").read_text()
@@ -496,6 +498,7 @@ def read_until(pipe: int, pattern: str, deadline: float) -> None:
 
 
 @pytest.mark.parametrize("kind", endless.SCRIPTS)
+@pytest.mark.sample(1)
 def test_a_host_that_falls_silent_is_named_over_mpi(agent, tmp_path, script, kind):
     """Each rank has a pipe of its own: what it prints reaches mpirun no more."""
     switch = (agent.parent / "switch").read_text()
