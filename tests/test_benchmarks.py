@@ -27,6 +27,7 @@ BENCHMARKS = TESTS.parent / "benchmarks"
             ["--rounds", "1", "--width", "64", "--layers", "1", "--positions", "8"],
             "| data parallel |",
         ),
+        ("empty_step", ["--rounds", "1", "--steps", "2"], "| 6000 parameters |"),
         ("gather_lengths", ["--rounds", "1"], "| unknown |"),
         ("sleeping_stages", ["--rounds", "1", "--block-ms", "1"], "| 8 | chains |"),
     ],

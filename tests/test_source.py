@@ -246,7 +246,7 @@ def test_no_path_of_a_machine_and_no_registry_is_named():
 PATCHES = re.compile(
     r"\b(?:nn\.Module|Tensor|Function|GradScaler)\.\w+ = "
     r"|\b(?:set|del)attr\((?:nn|torch|Tensor)\b"
-    r"|\bregister_module_\w*hook|\bcell_contents = "
+    r"|\bregister_module_\w*hook|\bcell_contents = |\b_foreach_supported_types\."
 )
 
 

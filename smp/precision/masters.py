@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _foreach_supported_types
 
 from smp.marks import HAS_MASTER
+from smp.pytorch import patches
 from smp.sharding.owners import keeps_state, model_parameter
 from smp.slicing.slices import MARKS
 from smp.slicing.split_parameters import among_slices
@@ -44,10 +44,6 @@ class MasterWeight(nn.Parameter):
     def grad(self, gradient: Tensor | None) -> None:
         if self.stands_for is not None:
             self.stands_for.grad = gradient
-
-
-# Optimizers compute over lists of exactly these classes at once.
-_foreach_supported_types.append(MasterWeight)
 
 
 def keeps_its_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -95,6 +91,7 @@ class Masters:
                     continue
                 if not keeps_state(parameter):
                     continue
+                patches.foreach_masters.while_alive(self.optimizer, MasterWeight)
                 members[place] = master = _master_of(parameter)
                 if parameter in self.optimizer.state:
                     state = self.optimizer.state

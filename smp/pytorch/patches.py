@@ -232,6 +232,11 @@ conversions_of_split_modules = Change(_APPLY)
 # End: as of `conversions_of_split_modules`.
 foreach_types = Change(_Member(_foreach_supported_types))
 
+# Reason: likewise master weights, and slices of parameters.
+# End: no optimizer with some lives.
+foreach_masters = Change(_Member(_foreach_supported_types))
+foreach_slices = Change(_Member(_foreach_supported_types))
+
 # Reason: modules made in `smp.partition` or `smp.tensor_parallelism` are pinned, or marked;
 # those made in `smp.delay_param_initialization` have tensors without values.
 # End: of the block.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.pytorch import patches
 from smp.sharding import rules, values
 from smp.sharding.owners import Owners, Part, Parts, model_parameter, part_here
 from smp.sharding.slices import SliceParameter, cut, slice_of
@@ -90,6 +91,7 @@ class ShardedOptimizer:
         )
         if isinstance(present, SliceParameter) and present.is_current():
             return
+        patches.foreach_slices.while_alive(self._optimizer, SliceParameter)
         made = slice_of(whole, part)
         if present is not None and present is not member:  # of a master weight
             member.stands_for, member.seen = made, -1

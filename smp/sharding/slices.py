@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _foreach_supported_types
 
 from smp.marks import HAS_MASTER
 from smp.sharding.owners import Part
@@ -53,10 +52,6 @@ class SliceParameter(nn.Parameter):
             return False
         first = whole.data_ptr() + self.part.start * whole.element_size()
         return first == self.data_ptr()
-
-
-# Optimizers compute over lists of exactly these classes at once.
-_foreach_supported_types.append(SliceParameter)
 
 
 def slice_of(parameter: Any, part: Part) -> SliceParameter:
