@@ -299,7 +299,7 @@ def gradients_setup(
     """
 
 def grad_flags(dicts: list[dict[str, nn.Parameter | None]], /) -> bytes:
-    """One byte for each: whether it requires grad; 2 for None."""
+    """One byte for each: whether it requires grad; 2 for None.  Then 8 bytes: which objects."""
 
 def gradients_begin(
     microbatches: int, backwards: int, on_complete: Callable[[int], None] | None, /

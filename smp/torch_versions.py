@@ -136,7 +136,6 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_values",
         "_version",
     ),
-    "torch.ops.aten": ("_scaled_dot_product_flash_attention_for_cpu",),
     "torch.amp.GradScaler": (
         "_check_scale_growth_tracker",
         "_lazy_init_scale_growth_tracker",

@@ -776,7 +776,7 @@ def test_a_full_backward_hook_beside_a_pre_hook_that_replaces_is_refused_at_a_ga
 @pytest.mark.parametrize(
     "ranks", [(0, 1), (1,), (0,)], ids=["on all ranks", "on its own", "on the other"]
 )
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after the partition"])
+@pytest.mark.parametrize("late", ["", "after the partition", "on a new one"])
 def test_a_hook_on_a_parameters_sum_is_refused(ranks, late):
     def step(model, x):
         out = model.module.far(model.module.near(x))
@@ -786,6 +786,9 @@ def test_a_hook_on_a_parameters_sum_is_refused(ranks, late):
     run = Run(nn.Linear(WIDTH, WIDTH))
     if late:
         run.check(step, rows(7))
+    if late == "on a new one":
+        for net in (run.model.module, run.cut, run.plain):
+            net.far.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=net.near.weight.dtype))
     if smp.pp_rank() in ranks:
         weight = run.model.module.far.weight
         handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)

@@ -259,8 +259,10 @@ class _FlatModel:
 
         A language model's head may have the flops of several blocks.  An outlier has more than
         ``_OUTLIER`` times the mean flops of modules with some.  It weighs as many of the other
-        modules as have its flops.  None: there are no outliers.
+        modules as have its flops.  None: there are no outliers, or some flops are not known.
         """
+        if any(map(self._is_uncounted, range(len(self.flops)))):
+            return None
         limit = _OUTLIER * sum(self.flops) / max(1, sum(flops > 0 for flops in self.flops))
         others = [flops for flops in self.flops if flops <= limit]
         if len(others) == len(self.flops) or sum(others) == 0:
@@ -268,6 +270,14 @@ class _FlatModel:
         of_each = sum(others) / len(others)
         weights = (flops / of_each if flops > limit else 1.0 for flops in self.flops)
         return array("d", weights)
+
+    def _is_uncounted(self, number: int) -> bool:
+        """Whether a module has weights, and ran, but without an operator with known flops."""
+        if self.flops[number] or self.order[number] < 0:
+            return False
+        own = self.modules[number]._parameters.values()
+        matrices = any(p is not None and p.dim() > 1 for p in own)
+        return matrices and "Embedding" not in self.classes[number]
 
     def _collect_parameters(self) -> None:
         """Number the parameters; one object, or one memory, has one number."""

@@ -118,9 +118,9 @@ def chains_of(model: LiveModel) -> list[list[str]]:
 
 
 def grad_flags(tables: CoreTables) -> bytes:
-    """``requires_grad`` of each parameter of all models: every step looks at them.
+    """``requires_grad`` of each parameter of all models, and which ones they are by now.
 
-    A module may have another one by now, in the same dict.
+    Every step looks at them.  A module may have another one in the same dict.
     """
     with torch._C.DisableTorchFunctionSubclass():  # it would be 100 times slower
         return _core.grad_flags(tables.holders)

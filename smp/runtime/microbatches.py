@@ -280,10 +280,9 @@ def cut(value: Any, count: int, axis: int, name: str, samples: list[Samples]) ->
     """
     if isinstance(value, Tensor):
         return _cut_tensor(value, count, axis, name, samples)
-    is_module = isinstance(value, torch.nn.Module)  # a missing attribute of it takes long
-    if hasattr(type(value) if is_module else value, "smp_slice"):
+    if hasattr(value, "smp_slice"):
         return [value.smp_slice(count, i, axis) for i in range(count)]
-    if is_module:
+    if isinstance(value, torch.nn.Module):
         return [value] * count
 
     def inner(part: Any, at: Any) -> list:

@@ -595,7 +595,8 @@ give_to(const foreseen *next, const smp_pack *pack)
     for (size_t i = 0; failed == 0 && i < pack->ntensors; i++) {
         PyObject *tensor = Py_NewRef(pack->tensors[i]);
 
-        while (failed == 0 && smp_is_placeholder(tensor)) {
+        /* The gradient of another chain's output comes back to the caller. */
+        while (failed == 0 && next->nodes[i] == NULL && smp_is_placeholder(tensor)) {
             PyObject *whole = PyObject_GetAttr(tensor, name_of);
 
             failed = whole == NULL ? -1 : PyObject_SetAttr(tensor, name_given_to, path);
@@ -746,8 +747,7 @@ is_expected(const smp_chain *chain, const PyObject *tensor)
 /* touch_output(tensor, call, link, used): the caller uses an output of a chain.  From
  * the next step on the chain ends at its call.  In this one the calls after it that
  * have the tensor are made singly: autograd adds up gradients in the order of uses.
- * Not used, but packed for a call of another rank's module: two such misses end the
- * chain there. */
+ * Not used, but packed for a call of another rank's module before these: a miss. */
 static PyObject *
 py_touch_output(PyObject *unused, PyObject *args)
 {
@@ -756,6 +756,7 @@ py_touch_output(PyObject *unused, PyObject *args)
     smp_call_object   *call;
     unsigned long long link;
     int                used;
+    bool               expected;
 
     (void)unused;
     if (!PyArg_ParseTuple(args, "OOKp", &tensor, &call, &link, &used)) {
@@ -764,13 +765,13 @@ py_touch_output(PyObject *unused, PyObject *args)
     if (task == NULL || !smp_call_is_of_this_step(call)) {
         Py_RETURN_NONE;
     }
+    expected = task->chain != NULL && is_expected(task->chain, tensor);
     if (used) {
         smp_link_end((smp_link *)(uintptr_t)link, true);
-    } else if (!task->learns) { /* once learned, that call may have it in the chain */
+    } else if (expected) {
         smp_link_miss((smp_link *)(uintptr_t)link);
     }
-    if (task->chain != NULL && is_expected(task->chain, tensor) &&
-        drop(task, SMP_MISS_USED) < 0) {
+    if (expected && drop(task, SMP_MISS_USED) < 0) {
         return NULL;
     }
     Py_RETURN_NONE;

@@ -98,14 +98,12 @@ smp_chain_foresee(smp_task *task, smp_call_site *site, smp_chain_plan *plan)
 
     plan->n = 0;
     plan->agreed = 0;
-    task->learns = false;
     while (site->chains && plan->n < SMP_CHAIN_MOST) {
         smp_link        *link = smp_link_find(task, entry, before, site->grad);
         const smp_entry *next = link == NULL || link->next == NULL
                                     ? NULL
                                     : &smp_the_session.entries[link->next->entry];
 
-        task->learns = smp_link_learns(link);
         if (next == NULL || !next->chains || next->nests ||
             (next->collective && !collective)) {
             break;

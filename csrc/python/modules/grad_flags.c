@@ -1,6 +1,9 @@
 /* requires_grad of all parameters: each step asks thousands for it. */
 #include "python/modules/grad_flags.h"
 
+#include <string.h>
+
+#include "common/mix.h"
 #include "python/values/torch_api.h"
 
 /* As parameters' class computes it; NULL: read as of any object. */
@@ -37,7 +40,8 @@ count(PyObject *dicts)
     return n;
 }
 
-/* grad_flags([{name: parameter or None}, ...]) -> bytes */
+/* grad_flags([{name: parameter or None}, ...]) -> bytes: a flag for each, and a hash of
+ * the objects, while these live. */
 static PyObject *
 py_grad_flags(PyObject *module, PyObject *args)
 {
@@ -46,26 +50,44 @@ py_grad_flags(PyObject *module, PyObject *args)
     PyObject  *parameter;
     Py_ssize_t n;
     Py_ssize_t next;
+    uint64_t   which = 0;
+    int        flag = 0;
     char      *at;
+    char      *end;
 
     (void)module;
     if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &dicts) || (n = count(dicts)) < 0 ||
-        (bytes = PyBytes_FromStringAndSize(NULL, n)) == NULL) {
+        (bytes = PyBytes_FromStringAndSize(NULL, n + (Py_ssize_t)sizeof(which))) ==
+            NULL) {
         return NULL;
     }
     at = PyBytes_AS_STRING(bytes);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dicts); i++) {
+    end = at + n;
+    for (Py_ssize_t i = 0; flag >= 0 && i < PyList_GET_SIZE(dicts); i++) {
         next = 0;
         while (PyDict_Next(PyList_GET_ITEM(dicts, i), &next, NULL, &parameter)) {
-            const int flag = parameter == Py_None ? 2 : flag_of(parameter);
-
-            if (flag < 0) {
-                Py_DECREF(bytes);
-                return NULL;
+            flag = 2;
+            if (parameter != Py_None) { /* a subclass may run Python code */
+                Py_INCREF(parameter);
+                flag = flag_of(parameter);
+                Py_DECREF(parameter);
             }
+            if (flag < 0 || at == end) {
+                break;
+            }
+            which = smp_mix(which, (uintptr_t)parameter);
             *at++ = (char)flag;
         }
     }
+    if (at != end && !PyErr_Occurred()) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "smp: parameters came or went while a step began");
+    }
+    if (PyErr_Occurred()) {
+        Py_DECREF(bytes);
+        return NULL;
+    }
+    memcpy(end, &which, sizeof(which));
     return bytes;
 }
 

@@ -248,12 +248,18 @@ static PyMethodDef accumulated_def = {
 static void
 forget(void)
 {
-    Py_ssize_t n =
+    const Py_ssize_t n =
         gradients.parameters == NULL ? 0 : PyList_GET_SIZE(gradients.parameters);
+    const Py_ssize_t hooked =
+        gradients.hooks == NULL ? 0 : PyList_GET_SIZE(gradients.hooks);
+    PyObject *type;
+    PyObject *error;
+    PyObject *traceback;
 
+    PyErr_Fetch(&type, &error, &traceback);
     smp_ledger_destroy(gradients.ledger);
     gradients.ledger = NULL;
-    for (Py_ssize_t i = 0; i < n; i++) {
+    for (Py_ssize_t i = 0; i < hooked; i++) {
         PyObject *removed =
             PyObject_CallMethod(PyList_GET_ITEM(gradients.hooks, i), "remove", NULL);
 
@@ -261,8 +267,11 @@ forget(void)
             PyErr_Clear();
         }
         Py_XDECREF(removed);
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
         Py_XDECREF(gradients.base[i]);
     }
+    PyErr_Restore(type, error, traceback);
     Py_CLEAR(gradients.parameters);
     Py_CLEAR(gradients.hooks);
     Py_CLEAR(gradients.all_hooks);
@@ -291,12 +300,11 @@ add_hooks(PyObject *parameters)
                 ? NULL
                 : PyObject_CallMethod(PyList_GET_ITEM(parameters, i),
                                       "register_post_accumulate_grad_hook", "O", hook);
-        PyObject *all = handle == NULL
+        PyObject *all = handle == NULL || PyList_Append(gradients.hooks, handle) < 0
                             ? NULL
                             : PyObject_GetAttrString(PyList_GET_ITEM(parameters, i),
                                                      "_post_accumulate_grad_hooks");
-        int       failed = all == NULL || PyList_Append(gradients.hooks, handle) < 0 ||
-                     PyList_Append(gradients.all_hooks, all) < 0;
+        int       failed = all == NULL || PyList_Append(gradients.all_hooks, all) < 0;
 
         Py_XDECREF(number);
         Py_XDECREF(hook);
@@ -319,8 +327,10 @@ py_hooked(PyObject *module, PyObject *unused)
     (void)module;
     (void)unused;
     for (Py_ssize_t i = 0; all != NULL && i < PyList_GET_SIZE(all); i++) {
-        if (PyObject_Size(PyList_GET_ITEM(all, i)) > 1) {
-            return Py_NewRef(PyList_GET_ITEM(gradients.parameters, i));
+        const Py_ssize_t n = PyObject_Size(PyList_GET_ITEM(all, i));
+
+        if (n < 0 || n > 1) {
+            return n < 0 ? NULL : Py_NewRef(PyList_GET_ITEM(gradients.parameters, i));
         }
     }
     Py_RETURN_NONE;

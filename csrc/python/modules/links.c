@@ -100,12 +100,6 @@ smp_link_end(smp_link *link, bool for_good)
     link->tries = for_good ? MOST_TRIES : link->tries + 1;
 }
 
-bool
-smp_link_learns(const smp_link *link)
-{
-    return link == NULL || (link->next == NULL && link->tries < MOST_TRIES);
-}
-
 void
 smp_link_miss(smp_link *link)
 {

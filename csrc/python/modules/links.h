@@ -93,9 +93,6 @@ typedef struct smp_link {
 smp_link *smp_link_find(const smp_task *task, int32_t entry, uint32_t before,
                         bool grad);
 
-/* Whether it has no follower yet, but may get one. */
-bool smp_link_learns(const smp_link *link);
-
 /* The follower was not called. */
 void smp_link_miss(smp_link *link);
 

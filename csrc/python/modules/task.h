@@ -28,7 +28,6 @@ typedef struct smp_task {
     PyObject           *placeholders; /* owned: list of weak references; NULL: none */
     PyObject           *again; /* owned: dict, number -> Call: calls made again by
                                   checkpoints, before their backwards (nodes.h); NULL: none */
-    bool learns;               /* the follower of its last chain may still be learned */
     bool foreseen; /* a call of a chain runs: it may run again, or in vain */
     bool refused;  /* it may not: serve_chain.h */
     PyObject
