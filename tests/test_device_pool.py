@@ -108,59 +108,6 @@ def test_a_full_pool_is_slower_and_counted(device):
     assert report.device_pool_fallbacks >= 8
 
 
-@module_of(lambda: {"weight": nn.Parameter(torch.arange(12.0).reshape(3, 4))})
-def Layouts(self, x):
-    """Returns tensors of many layouts, made of its parameter and its input."""
-    wide = torch.arange(10_000, device=x.device, dtype=torch.float32).reshape(100, 100)
-    return {
-        "transposed": (x * self.weight).t(),
-        "expanded": self.weight.sum(0, keepdim=True).expand(5, 4),
-        "column": wide[:, 7],
-        "large": wide.t(),
-        "offset": wide[3:50].clone()[2:, 5:],
-        "empty": x[:0],
-        "scalar": self.weight.sum(),
-        "bools": x > 0,
-        "halves": x.to(torch.bfloat16),
-        "integers": torch.arange(7, device=x.device),
-        "host": torch.ones(3000),
-    }
-
-
-@module_of(lambda: {"giver": Layouts()})
-def Root(self, x):
-    return self.giver(x)
-
-
-@on_ranks(2)
-@on_gpus
-def test_tensors_of_any_layout_arrive_as_they_were(device):
-    """Every tensor carries dtype, shape and strides, on the device pool too."""
-    on = begin(device, microbatches=1)
-    root = Root().to(on)
-    x = torch.randn(3, 4).to(on)
-    want = root(x)
-    model = distributed(root, root.giver)
-    got = {}
-
-    @smp.step
-    def step(model, x):
-        got.update(model(x))
-        return 0
-
-    for _ in range(4):
-        step(model, x)
-
-    assert _core.counters()["device_tensors"] > 0
-    if smp.pp_rank() == 0:
-        for name, tensor in want.items():
-            mine = got[name]
-            assert mine.device == tensor.device and mine.dtype == tensor.dtype, name
-            assert mine.shape == tensor.shape, name
-            assert torch.equal(mine.cpu(), tensor.cpu()), name
-            assert mine._version == 0, name
-
-
 @module_of(lambda: {"linear": nn.Linear(1, 1), "kept": None})
 def Keeps(self, x):
     """Gives back what it got the call before."""
