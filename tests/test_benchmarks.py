@@ -28,6 +28,7 @@ BENCHMARKS = TESTS.parent / "benchmarks"
             "| data parallel |",
         ),
         ("empty_step", ["--rounds", "1", "--steps", "2"], "| 6000 parameters |"),
+        ("gpt2", ["--rounds", "1", "--layers", "2", "--width", "32"], "of ideal"),
         ("gather_lengths", ["--rounds", "1"], "| unknown |"),
         ("sleeping_stages", ["--rounds", "1", "--block-ms", "1"], "| 8 | chains |"),
     ],

@@ -9,6 +9,7 @@ from array import array
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry
 
 import smp.partitioning
 from smp import _core
@@ -479,3 +480,38 @@ def test_a_pin_after_the_partition_is_refused():
             f"{owner}; call it before the first step"
         )
     set_partition(nn.Linear(1, 1), 0)
+
+
+class Headed(nn.Module):
+    """Four equal layers, and a head of many classes."""
+
+    def __init__(self, uncounted: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 800)
+        if uncounted:
+            self.scale = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x * self.scale if hasattr(self, "scale") else x)
+
+
+@pytest.mark.parametrize(
+    "kind", ["known", "a matrix without a formula", "a formula that fails"]
+)
+def test_an_outlier_weighs_as_much_as_its_flops_where_all_are_known(kind, monkeypatch):
+    def fails(*args, **kwargs):
+        raise AssertionError("of a formula")
+
+    if kind.endswith("fails"):
+        for name in ("addmm", "mm"):
+            monkeypatch.setitem(flop_registry, getattr(torch.ops.aten, name), fails)
+    report = smp.plan(
+        Headed(kind.startswith("a matrix")),
+        torch.zeros(8, 8),
+        pipeline_parallel_degree=2,
+        memory_weight=0.0,
+    )
+    assert (report.costs[report.rank_of("head")] > 0.5) == (kind == "known")
