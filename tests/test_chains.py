@@ -33,6 +33,16 @@ from tests.test_remote_calls import WIDTH, Run, rows, train
 STEPS = 4
 
 
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("of a block")
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -45,6 +55,8 @@ class Block(nn.Module):
             x.mul_(2.0)
         if self.kind == "raises":
             raise ValueError("of a block")
+        if self.kind == "raises in its backward":
+            x = Raises.apply(x)
         if self.kind == "sets":
             self.scale = float(x.detach().sum())
         if self.kind == "counts":
@@ -222,6 +234,25 @@ def test_a_chain_has_the_bits_of_single_calls(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_so_has_one_that_is_passed_from_owner_to_owner(way, owners):
     check_way(way, owners)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("owners", [(1, 1, 1, 2), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["raises", "raises in its backward"])
+def test_an_exception_in_a_chain_names_its_module(kind, owners):
+    run = Run(Blocks("plain"), {f"far.blocks.{i}": at for i, at in enumerate(owners)})
+    for number in range(2):
+        run.check(train, rows(6, number), plain=False)
+    for block in range(4):
+        set_on_all(run, "kind", kind, block)
+        with pytest.raises(ValueError, match="of a block") as caught:
+            smp.step(train)(run.model, rows(6, 2))
+        if smp.pp_rank() != owners[block]:
+            assert f"module 'far.blocks.{block}'" in caught.value.__notes__[0]
+        set_on_all(run, "kind", "", block)
+        for net in (run.model, run.cut):  # which may hold a part of the failed step's
+            net.zero_grad()
+        run.check(train, rows(6, 3 + block), plain=False)
 
 
 # Ways that one tp_rank may take alone: the calls with collectives stay the same.
@@ -477,6 +508,60 @@ def test_a_look_at_a_placeholder_fetches_its_values_if_it_needs_them(name, monke
     if smp.pp_rank() == 0:
         assert bool(fetched) == needs_values
         assert sorted(map(str, seen)) == sorted(map(str, want)) and len(seen) == 3
+
+
+class Keeps(nn.Module):
+    """Returns each block's output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x):
+        kept = []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(x)
+        return x, kept
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("use", ["none", "after the backward", "after the step"])
+def test_kept_outputs_stay_on_their_owners_until_a_use(use, monkeypatch):
+    fetch = _core.fetch_outputs
+    found = []
+    for fast in (False, True):
+        smp.reset()
+        smp.init({"pipeline_parallel_degree": 3, "microbatches": 4, "fast_mode": fast})
+        torch.manual_seed(0)
+        net = Keeps()
+        smp.set_partition(net, 0)
+        for i, block in enumerate(net.blocks):
+            smp.set_partition(block, 1 + i // 3)
+        model = smp.DistributedModel(net)
+        fetched: list[int] = []
+        monkeypatch.setattr(
+            _core, "fetch_outputs", lambda call, at: fetched.append(len(at)) or fetch(call, at)
+        )
+
+        @smp.step
+        def step(model, x):
+            out, kept = model(x)
+            model.backward(out.square().mean() + out.sum())
+            if use == "after the step":
+                return kept
+            return [one.detach() * 2 for one in kept if use == "after the backward"]
+
+        for _ in range(3):
+            kept = step(model, rows(8, 0).float())
+        values = {str(i): one.concat() for i, one in enumerate(kept)}
+        gradients = {n: p.grad.clone() for n, p in model.local_named_parameters()}
+        found.append((values, gradients, sum(fetched)))
+    (want, want_gradients, _), (got, gradients, count) = found
+    assert_same_bits(got, want)
+    assert_same_bits(gradients, want_gradients)
+    if smp.pp_rank() == 0:
+        assert bool(count) == (use != "none")
 
 
 OF_TRANSFORMERS = {

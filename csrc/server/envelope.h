@@ -57,7 +57,9 @@ enum {
                                  first (python/modules/chain.h).  BACKWARD: the chain
                                  has several owners (python/modules/passing.h) */
     SMP_FLAG_RESET = 1 << 11, /* of its response: the owner has undone them all */
-    SMP_FLAG_FETCH = 1 << 12, /* FORWARD: asks for an output of a chain, `about` */
+    SMP_FLAG_FETCH = 1 << 12, /* FORWARD: asks for an output of a chain, `about`.
+                             BACKWARD: the owner keeps those that may be asked for,
+                             until CLOSED */
     SMP_FLAG_FIRST =
         1 << 13, /* FORWARD: a checkpoint's first one, with GRAPH: the owner
                     forgets the graph, and the backward uses another call */

@@ -41,7 +41,6 @@ typedef struct smp_chain {
     smp_unpack  last;
 } smp_chain;
 
-static PyObject *name_origin;
 static PyObject *name_retains;
 static PyObject *name_of;
 static PyObject *name_given_to;
@@ -267,7 +266,7 @@ label(smp_chain *chain, smp_call_object *call, smp_task *task)
                               (unsigned long long)(uintptr_t)chain->next[i].link);
             PyObject *weak = origin == NULL ? NULL : PyWeakref_NewRef(tensor, NULL);
             int       failed = weak == NULL ||
-                         PyObject_SetAttr(tensor, name_origin, origin) < 0 ||
+                         PyObject_SetAttr(tensor, smp_names.origin, origin) < 0 ||
                          PyList_Append(task->placeholders, weak) < 0 ||
                          PyList_Append(call->placeholders, weak) < 0;
 
@@ -813,12 +812,10 @@ static PyMethodDef functions[] = {
 int
 smp_chain_add(PyObject *module)
 {
-    name_origin = PyUnicode_InternFromString("_smp_origin");
     name_retains = PyUnicode_InternFromString("retains_grad");
     name_of = PyUnicode_InternFromString("_smp_of");
     name_given_to = PyUnicode_InternFromString("_smp_given_to");
-    if (name_origin == NULL || name_retains == NULL || name_of == NULL ||
-        name_given_to == NULL) {
+    if (name_retains == NULL || name_of == NULL || name_given_to == NULL) {
         return -1;
     }
     return PyModule_AddFunctions(module, functions);

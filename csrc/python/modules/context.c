@@ -130,6 +130,7 @@ smp_context_new(const smp_envelope *envelope)
 
     if (self != NULL) {
         self->entry = envelope->entry;
+        self->entry_now = envelope->entry;
         self->path = Py_NewRef(smp_the_session.entries[envelope->entry].path);
         self->microbatch = envelope->microbatch;
         self->order = envelope->about;
@@ -322,6 +323,87 @@ smp_context_release(uint64_t call)
     closed = smp_context_close(context) == 0;
     smp_context_drop(context);
     return closed;
+}
+
+/* Copies a kept tensor, out of its graph, to the same place of another context. */
+static int
+hold(const smp_context *from, const smp_context *to, unsigned call, unsigned number)
+{
+    const unsigned at = call - from->first;
+    PyObject      *tensor;
+
+    if (call < from->first || (Py_ssize_t)at >= PyList_GET_SIZE(from->held)) {
+        return 0;
+    }
+    tensor =
+        PyList_GetItem(PyList_GET_ITEM(from->held, (Py_ssize_t)at), (Py_ssize_t)number);
+    tensor =
+        tensor == NULL ? NULL : PyObject_CallMethodNoArgs(tensor, smp_names.detach);
+    return tensor == NULL ? -1
+                          : PyList_SetItem(PyList_GET_ITEM(to->held, (Py_ssize_t)at),
+                                           (Py_ssize_t)number, tensor);
+}
+
+int
+smp_context_hold(smp_context *context, uint64_t call, PyObject *places)
+{
+    const Py_ssize_t n = context->held == NULL ? 0 : PyList_GET_SIZE(context->held);
+    smp_context     *kept = (smp_context *)context_type->tp_alloc(context_type, 0);
+    PyObject        *key = PyLong_FromUnsignedLongLong(call);
+    int              failed = kept == NULL || key == NULL;
+
+    if (!failed && !PyList_Check(places)) {
+        failed = smp_malformed("a list of outputs to keep that is none");
+    }
+    if (!failed) {
+        kept->entry = context->entry;
+        kept->path = Py_NewRef(context->path);
+        kept->microbatch = context->microbatch;
+        kept->first = context->first;
+        kept->held = PyList_New(n);
+        failed = kept->held == NULL;
+    }
+    for (Py_ssize_t i = 0; !failed && i < n; i++) {
+        const Py_ssize_t length = PyList_GET_SIZE(PyList_GET_ITEM(context->held, i));
+        PyObject        *list = PyList_New(length);
+
+        failed = list == NULL;
+        for (Py_ssize_t j = 0; !failed && j < length; j++) {
+            PyList_SET_ITEM(list, j, Py_NewRef(Py_None));
+        }
+        PyList_SET_ITEM(kept->held, i, list);
+    }
+    for (Py_ssize_t i = 0; !failed && n > 0 && i < PyList_GET_SIZE(places); i++) {
+        unsigned at;
+        unsigned number;
+
+        failed = !PyArg_ParseTuple(PyList_GET_ITEM(places, i), "II", &at, &number) ||
+                 hold(context, kept, at, number) < 0;
+    }
+    Py_CLEAR(context->held);
+    failed = failed || PyDict_SetItem(smp_the_session.contexts, key, (PyObject *)kept);
+    Py_XDECREF(key);
+    Py_XDECREF(kept);
+    return failed ? -1 : 0;
+}
+
+int
+smp_context_let_go(int32_t microbatch)
+{
+    PyObject *items = PyDict_Items(smp_the_session.contexts);
+    int       failed = items == NULL ? -1 : 0;
+
+    for (Py_ssize_t i = 0; failed == 0 && i < PyList_GET_SIZE(items); i++) {
+        PyObject          *key = PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 0);
+        const smp_context *context =
+            (smp_context *)PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 1);
+
+        if (context->edges == NULL && context->microbatch == microbatch) {
+            failed = PyDict_DelItem(smp_the_session.contexts, key);
+        }
+    }
+    Py_XDECREF(items);
+    return failed;
 }
 
 void

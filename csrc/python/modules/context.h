@@ -31,9 +31,12 @@ typedef struct {
     uint64_t  seed;    /* the request's */
     int32_t  *entries; /* owned: of a chain's calls; NULL: entry alone */
     size_t    nentries;
-    PyObject *held;    /* of a chain: list of lists of its calls' outputs; NULL: none */
-    bool      several; /* of a chain of several owners (passing.h): */
-    uint32_t  stretch; /* ... its own, from 0 */
+    PyObject *held;  /* of a chain: list of lists of its calls' outputs, or None after
+                    the backward; NULL: none */
+    uint32_t  first; /* number of its first call in the chain */
+    int32_t   entry_now;       /* of the call in its backward */
+    bool      several;         /* of a chain of several owners (passing.h): */
+    uint32_t  stretch;         /* ... its own, from 0 */
     int       previous;        /* ... the rank of the comm with the stretch before */
     uint64_t  previous_call;   /* ... */
     uint64_t  previous_number; /* ... */
@@ -66,6 +69,15 @@ int smp_context_keep(smp_context *context, PyObject *outputs, uint64_t call);
 /* Finds the arguments unreached by the outputs, a list: `unreached`.  For a context
  * that is not kept. */
 int smp_context_find_unreached(smp_context *context, PyObject *outputs);
+
+/* From the backward on: `held` alone stays, by another context of the call.
+ *
+ * places  list of (number of the call in the chain, number among its tensors): those to
+ *         be kept; may be others', too. */
+int smp_context_hold(smp_context *context, uint64_t call, PyObject *places);
+
+/* The microbatch's caller asks for nothing any more. */
+int smp_context_let_go(int32_t microbatch);
 
 /* The gradients of its backward are complete. */
 int smp_context_close(const smp_context *context);

@@ -52,7 +52,7 @@ release_at(const smp_call_object *self, int owner, uint64_t call)
 void
 smp_call_release(smp_call_object *self, size_t nstretches)
 {
-    if (!self->open || !smp_call_is_of_this_step(self)) {
+    if (!self->open || self->backward != 0 || !smp_call_is_of_this_step(self)) {
         return;
     }
     self->open = false;
@@ -304,6 +304,8 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     smp_pack         pack;
     PyObject        *state;
     PyObject        *token;
+    PyObject        *kept = NULL; /* places */
+    bool             keeps;
     int              failed = 0;
 
     (void)unused;
@@ -312,16 +314,20 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     Py_DECREF(self); /* ctx keeps it */
-    if (check_backward(self) < 0 || smp_placeholders_fetch(self->placeholders) < 0 ||
+    if (check_backward(self) < 0 ||
+        (kept = smp_placeholders_missing(self->placeholders)) == NULL ||
         (call = call_with_graph(args[0], self)) == NULL) {
+        Py_XDECREF(kept);
         return NULL;
     }
+    keeps = PyList_GET_SIZE(kept) > 0;
     last = (smp_stretch){.owner = self->owner,
                          .call = call->call,
                          .number = call->number,
                          .noutputs = (size_t)nargs - 1};
     state = PyObject_CallNoArgs(session->capture_backward);
     if (state == NULL) {
+        Py_DECREF(kept);
         Py_DECREF(call);
         return NULL;
     }
@@ -338,31 +344,35 @@ recv_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs)
     if (failed == 0 && state != Py_None) {
         failed = smp_pack_value(&pack, state);
     }
+    if (failed == 0 && keeps) {
+        failed = smp_pack_value(&pack, kept);
+    }
     if (failed == 0 && self->nstretches > 0) {
         failed =
             smp_pass_pack_gradients(&pack, self->stretches, self->nstretches, args + 1);
     }
     self->backward = smp_server_next_call(session->server);
-    envelope =
-        (smp_envelope){.kind = SMP_MSG_BACKWARD,
-                       .phase = SMP_BACKWARD,
-                       .flags = (uint16_t)((state == Py_None ? 0 : SMP_FLAG_STATE) |
-                                           (self->nstretches > 0 ? SMP_FLAG_CHAIN : 0) |
-                                           smp_gradients_flags()),
-                       .microbatch = self->microbatch,
-                       .step = session->step,
-                       .entry = self->entry,
-                       .call = self->backward,
-                       .about = last.call,
-                       .seed = (uint64_t)smp_this_task->backwards,
-                       .number = smp_call_of_backward(last.number)};
+    envelope = (smp_envelope){
+        .kind = SMP_MSG_BACKWARD,
+        .phase = SMP_BACKWARD,
+        .flags = (uint16_t)((state == Py_None ? 0 : SMP_FLAG_STATE) |
+                            (self->nstretches > 0 ? SMP_FLAG_CHAIN : 0) |
+                            (keeps ? SMP_FLAG_FETCH : 0) | smp_gradients_flags()),
+        .microbatch = self->microbatch,
+        .step = session->step,
+        .entry = self->entry,
+        .call = self->backward,
+        .about = last.call,
+        .seed = (uint64_t)smp_this_task->backwards,
+        .number = smp_call_of_backward(last.number)};
     if (failed == 0) {
         failed = smp_pack_send(&pack, &envelope);
     }
     smp_pack_fini(&pack);
     Py_DECREF(state);
+    Py_DECREF(kept);
     if (failed == 0) {
-        call->open = false;
+        call->open = keeps;
     }
     Py_DECREF(call);
     if (failed < 0) {

@@ -447,6 +447,7 @@ smp_pass_note(smp_context *context, const smp_served_chain *chain)
     }
     context->several = true;
     context->stretch = place->stretch;
+    context->first = place->first;
     context->previous = chain->source;
     context->previous_call = place->previous_call;
     context->previous_number = place->previous_number;
@@ -534,7 +535,6 @@ smp_pass_read_gradients(smp_pass_gradients *passed, smp_unpack *unpack, int sour
     PyObject          *value = smp_unpack_value(unpack);
     unsigned long long reply;
 
-    *passed = (smp_pass_gradients){0};
     if (value == NULL) {
         return -1;
     }
@@ -543,7 +543,7 @@ smp_pass_read_gradients(smp_pass_gradients *passed, smp_unpack *unpack, int sour
                           &passed->gradients, &PyList_Type, &passed->terms,
                           &PyList_Type, &passed->caller)) {
         PyErr_Clear();
-        *passed = (smp_pass_gradients){0};
+        *passed = (smp_pass_gradients){.kept = passed->kept};
         Py_DECREF(value);
         return smp_malformed("a backward of several owners");
     }
@@ -565,6 +565,7 @@ smp_pass_gradients_fini(smp_pass_gradients *passed)
     Py_XDECREF(passed->gradients);
     Py_XDECREF(passed->terms);
     Py_XDECREF(passed->caller);
+    Py_XDECREF(passed->kept);
 }
 
 int
@@ -656,7 +657,8 @@ smp_pass_gradients_on(smp_pass_gradients *passed, const smp_context *context,
         failed = pack_list(&pack, passed->caller);
     } else {
         envelope.flags |=
-            (uint16_t)(SMP_FLAG_CHAIN | (state != NULL ? SMP_FLAG_STATE : 0));
+            (uint16_t)(SMP_FLAG_CHAIN | (state != NULL ? SMP_FLAG_STATE : 0) |
+                       (passed->kept != NULL ? SMP_FLAG_FETCH : 0));
         envelope.entry = context->previous_entry;
         envelope.about = context->previous_call;
         envelope.number = smp_call_of_backward(context->previous_number);
@@ -664,6 +666,9 @@ smp_pass_gradients_on(smp_pass_gradients *passed, const smp_context *context,
         pack.graph = false;
         failed = pack_list(&pack, PyList_GET_ITEM(passed->gradients, before));
         failed = failed == 0 && state != NULL ? smp_pack_value(&pack, state) : failed;
+        failed = failed == 0 && passed->kept != NULL
+                     ? smp_pack_value(&pack, passed->kept)
+                     : failed;
         failed =
             failed == 0
                 ? pack_new(&pack,

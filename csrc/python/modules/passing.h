@@ -81,6 +81,7 @@ typedef struct {
     PyObject *terms;     /* owned: list, by stretch before and here: list of (number of
                             the output, gradient) */
     PyObject *caller;    /* owned: list: the caller's */
+    PyObject *kept;      /* owned: list of places (context.h); NULL: none */
 } smp_pass_gradients;
 
 int  smp_pass_read_gradients(smp_pass_gradients *passed, smp_unpack *unpack, int source,

@@ -36,6 +36,35 @@ smp_placeholders_fetch(PyObject *list)
 }
 
 PyObject *
+smp_placeholders_missing(PyObject *list)
+{
+    const Py_ssize_t n = list == NULL ? 0 : PyList_GET_SIZE(list);
+    PyObject        *places = PyList_New(0);
+
+    for (Py_ssize_t i = 0; places != NULL && i < n; i++) {
+        PyObject *tensor = PyObject_CallNoArgs(PyList_GET_ITEM(list, i));
+        PyObject *values = NULL;
+        PyObject *origin = NULL;
+        int       failed = tensor == NULL;
+
+        if (!failed && tensor != Py_None) {
+            values = PyObject_GetAttr(tensor, smp_names.values);
+            origin = PyObject_GetAttr(tensor, smp_names.origin);
+            failed = values == NULL || origin == NULL ||
+                     (values == Py_None &&
+                      PyList_Append(places, PyTuple_GET_ITEM(origin, 1)) < 0);
+        }
+        Py_XDECREF(tensor);
+        Py_XDECREF(values);
+        Py_XDECREF(origin);
+        if (failed) {
+            Py_CLEAR(places);
+        }
+    }
+    return places;
+}
+
+PyObject *
 smp_aliased(PyObject *tensor)
 {
     PyObject *base = smp_registry.placeholder == NULL

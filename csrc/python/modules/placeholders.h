@@ -8,10 +8,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-/* Fetches the values of placeholders still alive: of a call before its graph goes, of a
- * task at its end.  list: of weak references; NULL: none.  0, or -1 with an
- * exception. */
+/* Fetches the values of placeholders still alive, at the end of their task.  list: of
+ * weak references; NULL: none.  0, or -1 with an exception. */
 int smp_placeholders_fetch(PyObject *list);
+
+/* The places of those still alive without values, for their owners to keep: a list
+ * (new) of (number of the call in its chain, number among its tensors); NULL with an
+ * exception. */
+PyObject *smp_placeholders_missing(PyObject *list);
 
 /* The tensor that this one is an alias of, as x[:] is (new); NULL without an exception:
  * it is none. */

@@ -200,8 +200,9 @@ done:
 /* Runs the engine from the outputs with a gradient, in the modes of the thread at the
  * backward's beginning: *state (new), where there is one. */
 static int
-run_engine(smp_context *context, smp_unpack *unpack, const smp_envelope *envelope,
-           int source, PyObject **state, smp_pass_gradients *passed)
+run_engine(smp_context *context, smp_task *task, smp_unpack *unpack,
+           const smp_envelope *envelope, int source, PyObject **state,
+           smp_pass_gradients *passed)
 {
     Py_ssize_t noutputs = PyTuple_GET_SIZE(context->edges);
     PyObject  *roots = PyList_New(0);
@@ -236,6 +237,12 @@ run_engine(smp_context *context, smp_unpack *unpack, const smp_envelope *envelop
         (*state = smp_unpack_value(unpack)) == NULL) {
         goto done;
     }
+    if ((envelope->flags & SMP_FLAG_FETCH) &&
+        ((passed->kept = smp_unpack_value(unpack)) == NULL ||
+         smp_context_hold(context, envelope->about, passed->kept) < 0)) {
+        goto done;
+    }
+    Py_CLEAR(context->held);
     if (context->several &&
         (smp_pass_read_gradients(passed, unpack, source, envelope->call) < 0 ||
          smp_pass_add_roots(passed, context, roots, grads) < 0)) {
@@ -258,6 +265,9 @@ run_engine(smp_context *context, smp_unpack *unpack, const smp_envelope *envelop
             ? PyObject_CallObject(smp_torch.run_backward, call)
             : PyObject_CallFunctionObjArgs(smp_the_session.with_state, *state,
                                            smp_torch.run_backward, call, Py_None, NULL);
+    if (result == NULL) {
+        task->entry = context->entry_now;
+    }
 done:
     context->running = false;
     Py_XDECREF(roots);
@@ -324,7 +334,7 @@ serve_backward(smp_message *request, smp_task *task)
             0 ||
         smp_stream_seed(task, smp_mix(context->seed, 2)) < 0 ||
         smp_gradients_backward(envelope.microbatch, task->backwards) < 0 ||
-        run_engine(context, &unpack, &envelope, source, &state, &passed) < 0 ||
+        run_engine(context, task, &unpack, &envelope, source, &state, &passed) < 0 ||
         smp_context_close(context) < 0) {
         goto done;
     }

@@ -22,6 +22,8 @@
 #include "python/values/unpack_tensor.h"
 #include "python/values/unpack_value.h"
 
+static PyObject *name_register_prehook;
+
 static int
 note_versions(smp_served_call *call)
 {
@@ -106,13 +108,53 @@ find_tensors(smp_served_call *calls, size_t at, const smp_written_call *written)
     return 0;
 }
 
+/* hook((context, former entry), gradients): the backward comes to the former call. */
+static PyObject *
+note_former(PyObject *self, PyObject *unused)
+{
+    smp_context *context = (smp_context *)PyTuple_GET_ITEM(self, 0);
+
+    (void)unused;
+    context->entry_now = (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(self, 1));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef note_former_def = {"note_former", note_former, METH_O, NULL};
+
+/* An exception of the backward names its own module: the node of a call's argument runs
+ * after the call's own.  hook: NULL at first (new). */
+static int
+watch_backward(smp_context *context, int32_t former, PyObject *argument,
+               PyObject **hook)
+{
+    PyObject *node = PyObject_GetAttr(argument, smp_names.grad_fn);
+    PyObject *done = NULL;
+
+    if (node != NULL && node != Py_None && *hook == NULL) {
+        PyObject *self = Py_BuildValue("(Oi)", context, (int)former);
+
+        *hook = self == NULL ? NULL : PyCFunction_New(&note_former_def, self);
+        Py_XDECREF(self);
+    }
+    if (node == Py_None) {
+        done = Py_NewRef(Py_None);
+    } else if (*hook != NULL) {
+        done = PyObject_CallMethodOneArg(node, name_register_prehook, *hook);
+    }
+    Py_XDECREF(node);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
 /* Gives each call tensors of its own in the graph, as single requests do: autograd adds
  * up a call's gradients before those of others, also of the caller. */
 static int
-enter(smp_context *context, const smp_served_call *call, PyObject **tensors, uint32_t n)
+enter(smp_context *context, int32_t former, const smp_served_call *call,
+      PyObject **tensors, uint32_t n)
 {
     PyObject  *inputs = PyList_New(0);
     PyObject  *outputs = NULL;
+    PyObject  *hook = NULL;
     Py_ssize_t at = 0;
     int        failed = inputs == NULL ? -1 : 0;
 
@@ -126,8 +168,10 @@ enter(smp_context *context, const smp_served_call *call, PyObject **tensors, uin
                          ? PyObject_CallMethodNoArgs(tensor, smp_names.detach)
                          : PyObject_CallMethodOneArg(tensor, smp_names.view_as, tensor);
         failed = tensors[i] == NULL ? -1 : 0;
-        if (failed == 0 && grad && call->from[i].request) {
-            failed = PyList_Append(inputs, tensors[i]);
+        if (failed == 0 && grad) {
+            failed = call->from[i].request
+                         ? PyList_Append(inputs, tensors[i])
+                         : watch_backward(context, former, tensors[i], &hook);
         }
     }
     if (failed == 0 && PyList_GET_SIZE(inputs) > 0) {
@@ -142,6 +186,7 @@ enter(smp_context *context, const smp_served_call *call, PyObject **tensors, uin
     }
     Py_XDECREF(inputs);
     Py_XDECREF(outputs);
+    Py_XDECREF(hook);
     return failed;
 }
 
@@ -174,6 +219,7 @@ read_call(smp_unpack *from, smp_context *context, smp_served_call *calls, size_t
           smp_chain_head *head)
 {
     smp_served_call *call = &calls[at];
+    const int32_t    former = head->entry;
     smp_written_call written;
     PyObject       **tensors;
     int              failed;
@@ -188,7 +234,7 @@ read_call(smp_unpack *from, smp_context *context, smp_served_call *calls, size_t
         return -1;
     }
     call->unpack = &call->own;
-    failed = enter(context, call, tensors, head->nsources) < 0 ||
+    failed = enter(context, former, call, tensors, head->nsources) < 0 ||
              smp_unpack_init_given(&call->own, written.values, written.nvalues, tensors,
                                    head->nsources) < 0 ||
              note_versions(call) < 0;
@@ -317,6 +363,7 @@ keep(smp_served_chain *chain, smp_context *context, uint64_t call, smp_pass *pas
 
     context->entries = chain->entries;
     context->nentries = chain->n;
+    context->entry_now = chain->entries[chain->n - 1];
     chain->entries = NULL;
 
     context->held = PyList_New(0);
@@ -683,5 +730,7 @@ static PyMethodDef functions[] = {
 int
 smp_serve_chain_add(PyObject *module)
 {
-    return PyModule_AddFunctions(module, functions);
+    name_register_prehook = PyUnicode_InternFromString("register_prehook");
+    return name_register_prehook == NULL ? -1
+                                         : PyModule_AddFunctions(module, functions);
 }

@@ -231,7 +231,8 @@ op_note(void *ctx, smp_message *note)
     if (envelope.kind == SMP_MSG_RELEASE) {
         done = smp_context_release(envelope.about);
     } else if (envelope.kind == SMP_MSG_CLOSED) {
-        done = smp_gradients_done(envelope.microbatch) == 0;
+        done = smp_context_let_go(envelope.microbatch) == 0 &&
+               smp_gradients_done(envelope.microbatch) == 0;
     }
     if (!done) {
         smp_session_fail_at_once(&task);

@@ -65,6 +65,8 @@ load_names(void)
     } names[] = {
         {&smp_names.packed, "packed"},
         {&smp_names.fetch_all, "fetch_all"},
+        {&smp_names.origin, "_smp_origin"},
+        {&smp_names.values, "_smp_values"},
         {&smp_names.aliased, "aliased"},
         {&smp_names.requires_grad, "requires_grad"},
         {&smp_names.is_conj, "is_conj"},

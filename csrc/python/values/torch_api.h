@@ -59,7 +59,7 @@ typedef struct {
         *get_state, *set_state, *manual_seed, *random_, *grad, *dict, *module,
         *qualname, *copy_, *grad_fn, *clone, *add_, *detach, *device, *_fields,
         *default_factory, *_backward_hooks, *next_functions, *output_nr, *packed,
-        *fetch_all, *aliased, *view_as;
+        *fetch_all, *aliased, *view_as, *origin, *values;
 } smp_names_table;
 
 extern smp_names_table smp_names;
