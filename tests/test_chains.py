@@ -564,6 +564,47 @@ def test_kept_outputs_stay_on_their_owners_until_a_use(use, monkeypatch):
         assert bool(count) == (use != "none")
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("other", ["autocast", "evaluation", "a hook"])
+def test_a_step_in_other_modes_has_chains_or_not_and_the_next_ones_have_them(other):
+    found, counts = [], []
+    for fast in (False, True):
+        smp.reset()
+        smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "fast_mode": fast})
+        torch.manual_seed(0)
+        net = Keeps()
+        smp.set_partition(net, 0)
+        for block in net.blocks:
+            smp.set_partition(block, 1)
+        model = smp.DistributedModel(net)
+
+        @smp.step
+        def step(model, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = model(x)[0]
+            if model.training:
+                model.backward(out.float().square().mean())
+            return out
+
+        values = {}
+        counts = []
+        for number in range(8):
+            late = number in (3, 4, 5)
+            autocast = late and other == "autocast"
+            model.train(not late or other != "evaluation")
+            if other == "a hook" and late:
+                hook = net.blocks[2].register_forward_hook(lambda *_: None)
+            before = _core.counters()["messages"]
+            values[f"out {number}"] = step(model, rows(6, number).float()).concat()
+            counts.append(_core.counters()["messages"] - before)
+            if other == "a hook" and late:
+                hook.remove()
+        found.append(values | {n: p.grad for n, p in model.local_named_parameters()})
+    assert_same_bits(found[1], found[0])
+    if smp.pp_rank() == 0:
+        assert counts[7] == counts[2], counts
+
+
 OF_TRANSFORMERS = {
     "gpt2": (
         lambda cache: GPT2LMHeadModel(

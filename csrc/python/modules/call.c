@@ -452,6 +452,19 @@ may_chain(const smp_entry *entry, uint16_t flags, PyObject *captured)
            (captured == Py_None || PyTuple_GET_ITEM(captured, 2) == Py_True);
 }
 
+/* Grad mode, and the thread's others that travel, as one number. */
+static uint32_t
+modes_of(const smp_call_site *site)
+{
+    PyObject *modes = site->state == NULL ? Py_None : PyTuple_GET_ITEM(site->state, 0);
+    Py_hash_t h = modes == Py_None ? 0 : PyObject_Hash(modes);
+
+    if (h == -1) {
+        PyErr_Clear();
+    }
+    return (uint32_t)h << 1 | site->grad;
+}
+
 static PyObject *
 call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
 {
@@ -476,6 +489,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     }
     site.grad = grad != 0;
     site.state = captured == Py_None ? NULL : PyTuple_GET_ITEM(captured, 0);
+    site.modes = modes_of(&site);
     site.chains = may_chain(&session->entries[number], flags, captured);
     if (smp_calls_count(&task->calls, (uint64_t)number, &site.before) != SMP_OK) {
         PyErr_NoMemory();

@@ -30,7 +30,7 @@ typedef struct {
 } foreseen;
 
 typedef struct smp_chain {
-    bool        grad;
+    uint32_t    modes;     /* its calls' */
     uint64_t    agreed;    /* smp_chain_plan's */
     size_t      n;         /* further calls */
     size_t      at;        /* the next one, from 0 */
@@ -384,7 +384,7 @@ smp_chain_begin(smp_task *task, const smp_call_site *site, const smp_chain_plan 
         smp_message_free(response);
         return PyErr_NoMemory();
     }
-    chain->grad = site->grad;
+    chain->modes = site->modes;
     chain->agreed = plan->agreed;
     if (smp_unpack_init(&chain->last, smp_the_session.comm, response, NULL, false,
                         false) < 0) {
@@ -514,7 +514,7 @@ is_foreseen(const smp_chain *chain, const foreseen *next, smp_call_site *site,
         return 0;
     }
     *why = SMP_MISS_MODES;
-    if (!site->chains || site->grad != chain->grad) {
+    if (!site->chains || site->modes != chain->modes) {
         return 0;
     }
     *why = SMP_MISS_NODES;
@@ -649,7 +649,7 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
     foreseen_here = same == 1;
     same = all_make_it(chain, same);
     if ((same == 0 && foreseen_here && check_unchanged(next, &pack) < 0) ||
-        (same == 1 && chain->grad && give_to(next, &pack) < 0)) {
+        (same == 1 && site->grad && give_to(next, &pack) < 0)) {
         same = -1;
     }
     if (same <= 0) {

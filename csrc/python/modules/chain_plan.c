@@ -99,7 +99,7 @@ smp_chain_foresee(smp_task *task, smp_call_site *site, smp_chain_plan *plan)
     plan->n = 0;
     plan->agreed = 0;
     while (site->chains && plan->n < SMP_CHAIN_MOST) {
-        smp_link        *link = smp_link_find(task, entry, before, site->grad);
+        smp_link        *link = smp_link_find(task, entry, before, site->modes);
         const smp_entry *next = link == NULL || link->next == NULL
                                     ? NULL
                                     : &smp_the_session.entries[link->next->entry];

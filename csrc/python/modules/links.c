@@ -16,7 +16,7 @@ enum { MOST_TRIES = 4, MOST_MISSES = 2 };
 /* The last call of a task, for its successor to learn from. */
 typedef struct smp_trail {
     smp_link  *link;
-    bool       grad;
+    uint32_t   modes;
     PyObject **tensors;  /* owned: of its request, then its outputs */
     long      *versions; /* owned */
     size_t     narguments;
@@ -30,13 +30,13 @@ static size_t     nlinks;
 static size_t     link_room;
 
 /* A call is known by its caller's entry, its own, the count of such calls before, and
- * grad mode. */
+ * modes. */
 static const void *
-key_of(int32_t caller, int32_t entry, uint32_t before, bool grad)
+key_of(int32_t caller, int32_t entry, uint32_t before, uint32_t modes)
 {
     const uint64_t places = ((uint64_t)(uint32_t)caller << 32) | (uint32_t)entry;
 
-    return (const void *)(uintptr_t)(smp_mix(smp_mix(places, before), grad) +
+    return (const void *)(uintptr_t)(smp_mix(smp_mix(places, before), modes) +
                                      1); /* never NULL */
 }
 
@@ -55,7 +55,7 @@ find_link(const void *key)
 static smp_link *
 link_of(const smp_task *task, const smp_call_site *site)
 {
-    const void *key = key_of(task->entry, site->entry, site->before, site->grad);
+    const void *key = key_of(task->entry, site->entry, site->before, site->modes);
     smp_link   *link = find_link(key);
 
     if (link != NULL) {
@@ -76,7 +76,7 @@ link_of(const smp_task *task, const smp_call_site *site)
     *link = (smp_link){.caller = task->entry,
                        .entry = site->entry,
                        .before = site->before,
-                       .grad = site->grad};
+                       .modes = site->modes};
     links[nlinks++] = link;
     return link;
 }
@@ -116,7 +116,7 @@ is_followed(const smp_link *link)
         const smp_follower *next = links[i]->next;
 
         if (next != NULL && links[i]->caller == link->caller &&
-            links[i]->grad == link->grad && next->entry == link->entry &&
+            links[i]->modes == link->modes && next->entry == link->entry &&
             next->before == link->before) {
             return true;
         }
@@ -138,7 +138,7 @@ chain_from(const smp_link *link)
         Py_XSETREF(entry, PyLong_FromLong(link->next->entry));
         failed = entry == NULL || PyList_Append(calls, entry) < 0;
         link = find_link(
-            key_of(link->caller, link->next->entry, link->next->before, link->grad));
+            key_of(link->caller, link->next->entry, link->next->before, link->modes));
     }
     Py_XDECREF(entry);
     if (failed) {
@@ -287,7 +287,7 @@ make_follower(const smp_trail *trail, const smp_task *task, const smp_call_site 
 {
     smp_follower *call;
 
-    if (!site->chains || site->grad != trail->grad || pack->laden != NULL) {
+    if (!site->chains || site->modes != trail->modes || pack->laden != NULL) {
         return NULL;
     }
     call = calloc(1, sizeof(*call));
@@ -332,7 +332,7 @@ smp_links_called(smp_task *task, const smp_call_site *site, const smp_pack *pack
     task->trail = NULL;
     if (trail->link->next == NULL) { /* no other microbatch was sooner */
         trail->link->next = make_follower(trail, task, site, pack);
-        trail->link->tries++;
+        trail->link->tries += site->chains; /* a hook may go again */
     }
     free_trail(trail);
     return PyErr_Occurred() == NULL ? 0 : -1;
@@ -361,7 +361,7 @@ smp_links_returned(smp_task *task, const smp_call_site *site, const smp_pack *pa
         return -1;
     }
     *trail = (smp_trail){.link = link,
-                         .grad = site->grad,
+                         .modes = site->modes,
                          .narguments = pack->ntensors,
                          .sequence = smp_links_sequence()};
     trail->tensors =
@@ -389,9 +389,9 @@ smp_links_returned(smp_task *task, const smp_call_site *site, const smp_pack *pa
 }
 
 smp_link *
-smp_link_find(const smp_task *task, int32_t entry, uint32_t before, bool grad)
+smp_link_find(const smp_task *task, int32_t entry, uint32_t before, uint32_t modes)
 {
-    return find_link(key_of(task->entry, entry, before, grad));
+    return find_link(key_of(task->entry, entry, before, modes));
 }
 
 void

@@ -2,7 +2,7 @@
  * arguments and outputs, arguments of some calls before that, and values.
  *
  * A link belongs to a call of its caller's entry, known by its own entry, the count of
- * such calls before, and grad mode.  The first microbatch's calls make it; two misses
+ * such calls before, and its modes.  The first microbatch's calls make it; two misses
  * end it.  [schedules.md, section 2]
  *
  * Threads  The GIL is held, by the holder of the baton.
@@ -62,8 +62,9 @@ typedef struct {
     PyObject *state;  /* borrowed: travels with it; NULL: none */
     uint64_t  seed;   /* of its random numbers, once drawn */
     bool      drawn;
-    uint32_t  before; /* calls of the entry by the task until now */
     bool      grad;
+    uint32_t  before; /* calls of the entry by the task until now */
+    uint32_t  modes;  /* grad mode, autocast and default device, as one number */
     bool      chains; /* it may be a chain's */
 } smp_call_site;
 
@@ -83,15 +84,15 @@ typedef struct smp_link {
     int32_t       caller; /* entry of the task; -1: the step function */
     int32_t       entry;
     uint32_t      before;
-    bool          grad;
-    smp_follower *next; /* owned; NULL: none known */
+    uint32_t      modes; /* its call site's */
+    smp_follower *next;  /* owned; NULL: none known */
     int           tries;
     int           misses;
 } smp_link;
 
 /* NULL: the call of the task's entry has none. */
 smp_link *smp_link_find(const smp_task *task, int32_t entry, uint32_t before,
-                        bool grad);
+                        uint32_t modes);
 
 /* The follower was not called. */
 void smp_link_miss(smp_link *link);
