@@ -73,10 +73,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=500, help="in each round")
+    parser.add_argument("--relay", action="store_true", help="a request for each call")
     options = parser.parse_args()
     calls = options.calls
     torch.set_num_threads(1)
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 1, "fast_mode": not options.relay})
     net = Echo()
     smp.set_partition(net, 0)
     smp.set_partition(net.same, 1)

@@ -525,77 +525,71 @@ class Keeps(nn.Module):
         return x, kept
 
 
+def started(owners: tuple[int, ...], fast: bool) -> smp.DistributedModel:
+    """A model with its blocks on these pp_ranks."""
+    smp.reset()
+    ranks = 1 + max(owners)
+    smp.init({"pipeline_parallel_degree": ranks, "microbatches": 3, "fast_mode": fast})
+    torch.manual_seed(0)
+    net = Keeps()
+    smp.set_partition(net, 0)
+    for block, owner in zip(net.blocks, owners, strict=True):
+        smp.set_partition(block, owner)
+    return smp.DistributedModel(net)
+
+
 @on_ranks(3)
 @pytest.mark.parametrize("use", ["none", "after the backward", "after the step"])
 def test_kept_outputs_stay_on_their_owners_until_a_use(use, monkeypatch):
-    fetch = _core.fetch_outputs
+    fetch, fetched = _core.fetch_outputs, []
+    monkeypatch.setattr(
+        _core, "fetch_outputs", lambda call, at: fetched.append(len(at)) or fetch(call, at)
+    )
+
+    @smp.step
+    def step(model, x):
+        out, kept = model(x)
+        model.backward(out.square().mean() + out.sum())
+        if use == "after the step":
+            return kept
+        return [one.detach() * 2 for one in kept if use == "after the backward"]
+
     found = []
     for fast in (False, True):
-        smp.reset()
-        smp.init({"pipeline_parallel_degree": 3, "microbatches": 4, "fast_mode": fast})
-        torch.manual_seed(0)
-        net = Keeps()
-        smp.set_partition(net, 0)
-        for i, block in enumerate(net.blocks):
-            smp.set_partition(block, 1 + i // 3)
-        model = smp.DistributedModel(net)
-        fetched: list[int] = []
-        monkeypatch.setattr(
-            _core, "fetch_outputs", lambda call, at: fetched.append(len(at)) or fetch(call, at)
-        )
-
-        @smp.step
-        def step(model, x):
-            out, kept = model(x)
-            model.backward(out.square().mean() + out.sum())
-            if use == "after the step":
-                return kept
-            return [one.detach() * 2 for one in kept if use == "after the backward"]
-
+        model = started((1, 1, 1, 2, 2, 2), fast)
         for _ in range(3):
             kept = step(model, rows(8, 0).float())
         values = {str(i): one.concat() for i, one in enumerate(kept)}
         gradients = {n: p.grad.clone() for n, p in model.local_named_parameters()}
-        found.append((values, gradients, sum(fetched)))
-    (want, want_gradients, _), (got, gradients, count) = found
-    assert_same_bits(got, want)
-    assert_same_bits(gradients, want_gradients)
+        found.append(values | gradients)
+    assert_same_bits(*found)
     if smp.pp_rank() == 0:
-        assert bool(count) == (use != "none")
+        assert bool(fetched) == (use != "none")
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("other", ["autocast", "evaluation", "a hook"])
 def test_a_step_in_other_modes_has_chains_or_not_and_the_next_ones_have_them(other):
-    found, counts = [], []
+    @smp.step
+    def step(model, x, autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = model(x)[0]
+        if model.training:
+            model.backward(out.float().square().mean())
+        return out
+
+    found = []
     for fast in (False, True):
-        smp.reset()
-        smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "fast_mode": fast})
-        torch.manual_seed(0)
-        net = Keeps()
-        smp.set_partition(net, 0)
-        for block in net.blocks:
-            smp.set_partition(block, 1)
-        model = smp.DistributedModel(net)
-
-        @smp.step
-        def step(model, x):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                out = model(x)[0]
-            if model.training:
-                model.backward(out.float().square().mean())
-            return out
-
-        values = {}
-        counts = []
+        model = started((1,) * 6, fast)
+        values, counts = {}, []
         for number in range(8):
             late = number in (3, 4, 5)
-            autocast = late and other == "autocast"
             model.train(not late or other != "evaluation")
             if other == "a hook" and late:
-                hook = net.blocks[2].register_forward_hook(lambda *_: None)
+                hook = model.module.blocks[2].register_forward_hook(lambda *_: None)
             before = _core.counters()["messages"]
-            values[f"out {number}"] = step(model, rows(6, number).float()).concat()
+            out = step(model, rows(6, number).float(), late and other == "autocast")
+            values[f"out {number}"] = out.concat()
             counts.append(_core.counters()["messages"] - before)
             if other == "a hook" and late:
                 hook.remove()

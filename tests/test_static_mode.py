@@ -13,6 +13,9 @@ import smp
 from smp import _core
 from tests.models.modules import module_of
 from tests.ranks import on_ranks
+from tests.test_chains import Blocks
+from tests.test_remote_calls import Run, rows
+from tests.test_remote_calls import train as one_batch
 
 WIDTH, MICROBATCHES, RECORDED = 4, 4, 3
 SAYS = "on .*rank [01].* (lacks work|has work that is not).*: microbatch [0-3], .*ward: "
@@ -165,3 +168,15 @@ def test_a_branch_that_flips_in_each_step_and_an_exception_are_right():
     with pytest.raises(TypeError):
         one_step(model, net, plain, [1, 1, None, 1])
     assert replays(model, net, plain)
+
+
+@on_ranks(2)
+def test_replayed_steps_have_the_bits_of_the_cut_loop():
+    run = Run(
+        Blocks("plain"),
+        tuple(f"far.blocks.{i}" for i in range(4)),
+        static_mode=True,
+        static_mode_recording_steps=RECORDED,
+    )
+    for number in range(RECORDED + 4):
+        run.check(one_batch, rows(6, number), plain=False)
