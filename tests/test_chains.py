@@ -229,7 +229,7 @@ def test_a_chain_has_the_bits_of_single_calls(way):
 
 
 @on_ranks(3)
-@pytest.mark.sample(24)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("owners", [(1, 1, 2, 2), (1, 2, 1, 2)], ids=["two", "in turn"])
 @pytest.mark.parametrize("way", WAYS)
 def test_so_has_one_that_is_passed_from_owner_to_owner(way, owners):
@@ -316,7 +316,7 @@ def check_split_blocks(way: str, odd: tuple[int, ...], pp_size: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.sample(20)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("odd", [(0, 1), (1,)], ids=["", "on one tp_rank"])
 @pytest.mark.parametrize("way", ALONE)
 def test_split_blocks_are_chains_on_all_tp_ranks_or_on_none(way, odd):
@@ -337,6 +337,7 @@ def test_a_split_block_left_out_by_one_tp_rank_fails_the_step_as_without_chains(
 
 
 @on_ranks(6)
+@pytest.mark.stress  # six ranks are long in starting
 @pytest.mark.parametrize("way", ["plain", "touches later", "changes"])
 def test_so_are_those_of_several_owners(way):
     check_split_blocks(way, (1,), 3)

@@ -277,7 +277,7 @@ def test_some_ranks_have_unfinished_sequences(others, monkeypatch):
     unfinished = generation._together(Generates)["_has_unfinished_sequences"]
     before, asked = group.called_path(), []
 
-    def gather(mine: list[int], device: torch.device) -> list[list[int]]:
+    def gather(mine: list[int]) -> list[list[int]]:
         asked.append((mine, group.called_path()))
         if len(asked) > 1:
             raise RuntimeError

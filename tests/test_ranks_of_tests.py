@@ -22,6 +22,8 @@ from tests.ranks import (
     wait_until_gone,
 )
 
+wide = pytest.mark.wide  # ranks are started anew
+
 
 def rank_and_size() -> tuple[int, int]:
     return int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
@@ -71,14 +73,9 @@ def test_ranks_are_started_once_per_size():
     assert call_on_ranks(2, own_pid) == call_on_ranks(2, own_pid)
 
 
-def test_a_failure_names_the_rank_and_its_values():
+def test_a_failure_names_the_rank_and_its_values_and_the_next_call_works():
     with pytest.raises(RanksFailed, match=r"(?s)rank 1 of 2:.*told to fail\nassert 1 != 1"):
         call_on_ranks(2, fail_on, 1)
-
-
-def test_the_next_call_after_a_failure_works():
-    with pytest.raises(RanksFailed):
-        call_on_ranks(2, fail_on, 0)
 
     assert len(call_on_ranks(2, own_pid)) == 2
 
@@ -91,6 +88,7 @@ def test_a_hang_shows_the_stack_of_the_rank_that_hangs(capfd):
     assert "in wait_forever_on" in capfd.readouterr().out
 
 
+@wide
 def test_a_hang_leaves_no_process():
     pids = call_on_ranks(2, own_pid)
     launcher = team_of(2).process
@@ -102,6 +100,7 @@ def test_a_hang_leaves_no_process():
     wait_until_gone(pids)
 
 
+@wide
 def test_a_dead_rank_is_noticed_long_before_the_deadline():
     with pytest.raises(RanksFailed, match=r"rank \d died"):
         call_on_ranks(2, kill_itself_on, 1, timeout_s=600)
@@ -194,6 +193,7 @@ def test_a():
 """
 
 
+@wide
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
 def test_ranks_end_when_pytest_is(name, tmp_path):
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")

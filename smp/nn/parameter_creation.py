@@ -92,7 +92,7 @@ def _slices_from_local(parameter: nn.Parameter, axis: int) -> Slices:
     """The ranks' parts lie one behind the other."""
     sizes = [parameter.size(axis)]
     if group.size() > 1:
-        sizes = [n for (n,) in group.gather_numbers(sizes, torch.device("cpu"))]
+        sizes = [n for (n,) in group.gather_numbers(sizes)]
     ends = [sum(sizes[: rank + 1]) for rank in range(len(sizes))]
     ranges = tuple(((end - size, end),) for size, end in zip(sizes, ends, strict=True))
     return Slices(axis, ends[-1], ranges)

@@ -19,7 +19,7 @@ from smp.collectives.process_group import ProcessGroup
 from smp.pytorch.compiled_code import not_traced
 from smp.slicing.slices import Slices, share
 from smp.state_mod import state
-from smp.tensor_parallel.backward import order
+from smp.tensor_parallel.backward import order, step_end
 from smp.tensor_parallel.rows import assumed_sizes
 
 # The size of a TP_GROUP under planning; None: the job's counts.
@@ -105,13 +105,17 @@ def is_traced() -> bool:
     return state.is_tracing
 
 
-def gather_numbers(mine: list[int], device: torch.device) -> list[list[int]]:
-    """Every tp_rank's numbers; as many on each."""
+def gather_numbers(mine: list[int]) -> list[list[int]]:
+    """Every tp_rank's numbers; as many on each.
+
+    In host memory, wherever the model is, so that no rank waits for its GPU; NCCL alone has no
+    such collective.
+    """
     if is_traced():
         return [mine] * size()
-    own = torch.tensor(mine, dtype=torch.int64, device=device)
-    out = own.new_empty(size() * len(mine))  # gloo takes no matrix
     tp_group = ranks.get_tp_process_group()
+    own = torch.tensor(mine, dtype=torch.int64, device=step_end.device_of_numbers(tp_group))
+    out = own.new_empty(size() * len(mine))  # gloo takes no matrix
     begin_call().run(
         lambda is_async: torch_versions.all_gather_single(
             out, own, group=tp_group, async_op=is_async

@@ -33,7 +33,7 @@ def entering(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
     """
     if group.size() == 1:
         return x, [x.size(axis)]
-    return _entered(x, group.gather_numbers([*_of_entering(x, axis)], x.device))
+    return _entered(x, group.gather_numbers([*_of_entering(x, axis)]))
 
 
 def _of_entering(x: Tensor, axis: int) -> tuple[int, bool]:
@@ -259,7 +259,7 @@ def gather_all(x: Tensor, axis: int) -> tuple[Tensor, Lengths]:
         x_now, lengths = _entered(x, everyones)
         with contextlib.suppress(assumed_sizes.Unlike):
             return gather(x_now, axis, lengths, assumed_sizes.signature(everyones)), lengths
-    known = group.gather_numbers([*mine], x.device)
+    known = group.gather_numbers([*mine])
     assumed_sizes.remember(kind, mine, tuple((length, requires) for length, requires in known))
     x, lengths = _entered(x, known)
     return gather(x, axis, lengths), lengths

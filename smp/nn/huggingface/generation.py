@@ -49,7 +49,7 @@ def _together(cls: Any) -> dict[str, Any]:
     ) -> bool:
         before = group.call_of("generate")
         try:
-            everyones = group.gather_numbers([this_peer_finished], device)
+            everyones = group.gather_numbers([this_peer_finished])
         finally:
             group.call_of(before)
         return not all(done for (done,) in everyones)

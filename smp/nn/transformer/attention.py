@@ -127,7 +127,7 @@ class DistributedAttentionLayer(DistributedModule):
         seed = new_seed() if drops else 0
         if stream is not None:
             hidden, *states, mask = given
-            stream = stream.seeded(seed, hidden.device)
+            stream = stream.seeded(seed)
             return self._through(stream, hidden, states[0] if states else None, mask)
         hidden, seen, mask = self._arguments(given)
         stream = meet(self, hidden, seen, mask, seed)

@@ -13,11 +13,11 @@ def new_seed() -> int:
     return int(torch.randint(1, 2**62, (), device="cpu").item())
 
 
-def seeds_of(seed: int, device: torch.device) -> list[int]:
+def seeds_of(seed: int) -> list[int]:
     """Each source's; ranks with the same samples have tp_rank 0's, if they drop anything."""
     if group.size() == 1 or (group.same_samples() and seed == 0):
         return [seed]
-    everyones = [one for (one,) in group.gather_numbers([seed], device)]
+    everyones = [one for (one,) in group.gather_numbers([seed])]
     return everyones[:1] if group.same_samples() else everyones
 
 
@@ -29,4 +29,4 @@ def dropout_of_stream(x: Tensor, p: float, training: bool) -> Tensor:
 def new_dropout(x: Tensor, p: float) -> Dropout:
     """One with a new seed; ranks with the same samples drop the same."""
     seed = new_seed()
-    return Dropout(p, seeds_of(seed, x.device)[0] if group.same_samples() else seed)
+    return Dropout(p, seeds_of(seed)[0] if group.same_samples() else seed)

@@ -118,9 +118,9 @@ def _meet(
     if group.size() == 1:
         return form(options, [own], required)
     if group.same_samples():
-        (seed,) = seeds_of(seed, hidden.device)
+        (seed,) = seeds_of(seed)
         return form(options, [own._replace(seed=seed)], required)
-    return form(options, *_everyones(own, required, hidden.device))
+    return form(options, *_everyones(own, required))
 
 
 def travelling(module: Any, inputs: tuple[Tensor | None, ...]) -> tuple | None:
@@ -147,14 +147,12 @@ def travelling(module: Any, inputs: tuple[Tensor | None, ...]) -> tuple | None:
     return entered, states, mask, cross_mask, stream
 
 
-def _everyones(
-    own: Source, required: Required, device: torch.device
-) -> tuple[list[Source], Required]:
+def _everyones(own: Source, required: Required) -> tuple[list[Source], Required]:
     """The sources on all tp_ranks."""
     shape = own.mask or ()
     words = [own.samples, own.positions, own.keys, own.seed, own.mask is None, *required]
     words += [*shape, *[0] * (_MASK_AXES - len(shape))]
-    everyones = group.gather_numbers(words, device)
+    everyones = group.gather_numbers(words)
     sources = [
         Source(samples, positions, keys, None if no_mask else tuple(sizes), seed)
         for samples, positions, keys, seed, no_mask, _, _, _, *sizes in everyones

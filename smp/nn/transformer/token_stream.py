@@ -111,16 +111,15 @@ class TokenStream:
         """Rows of each source's states for cross-attention."""
         return [source.samples * source.keys for source in self.sources]
 
-    def seeded(self, seed: int, device: torch.device) -> "TokenStream":
+    def seeded(self, seed: int) -> "TokenStream":
         """The same for another attention layer, with new seeds.
 
         Args:
             seed: of the dropout of this rank's samples; 0: it drops nothing.
-            device: of the tokens.
         """
         if not self.options.attention_dropout_prob:
             return self
-        seeds = seeds_of(seed, device)
+        seeds = seeds_of(seed)
         other = copy.copy(self)
         other.sources = [
             source._replace(seed=one) for source, one in zip(self.sources, seeds, strict=True)
@@ -377,6 +376,6 @@ class OwnChannels(TokenStream):
         p, width = self.options.hidden_dropout_prob, self.options.hidden_size
         if not p:
             return [None]
-        seeds = seeds_of(new_seed() if training else 0, x.device)
+        seeds = seeds_of(new_seed() if training else 0)
         first = sum(self.channels[: group.rank()])
         return [Dropout(p, seed, first, width) if seed else None for seed in seeds]

@@ -430,7 +430,7 @@ def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str,
         sizes = assumed_sizes.everyones(region, mine)
         with contextlib.suppress(assumed_sizes.Unlike):
             return gathered(sizes, assumed_sizes.signature(sizes))
-    sizes = tuple(tuple(words) for words in group.gather_numbers([*mine], hidden.device))
+    sizes = tuple(tuple(words) for words in group.gather_numbers([*mine]))
     out = gathered(sizes, 0)
     assumed_sizes.remember(region, mine, sizes)
     return out

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from smp import ranks
 from smp.marks import COMPARED_CALLS, PATH
 from smp.tensor_parallel import group
-from smp.tensor_parallel.backward.step_end import device_of_numbers
 
 # Calls of each module, and steps in a pipeline; then the ranks' samples are taken to be the
 # same.
@@ -45,7 +44,7 @@ def check(module: nn.Module, x: object) -> None:
     ):
         return
     module.__dict__[COMPARED_CALLS] = calls + 1
-    everyones = group.gather_numbers(_numbers_of(x), x.device)
+    everyones = group.gather_numbers(_numbers_of(x))
     rank = _other_rank(everyones)
     if rank is not None:
         path = module.__dict__.get(PATH, type(module).__name__)
@@ -76,15 +75,14 @@ def inputs_differ(step: str, inputs: Sequence[Tensor] | None) -> ValueError | No
 
 def _rank_with_others(tensors: list[Tensor] | None) -> int | None:
     """The first tp_rank with other inputs than tp_rank 0; None: none, or some has none."""
-    device = torch.device(device_of_numbers(ranks.get_tp_process_group()))
     own = -1 if tensors is None else len(tensors)
-    counts = [count for (count,) in group.gather_numbers([own], device)]
+    counts = [count for (count,) in group.gather_numbers([own])]
     if -1 in counts:
         return None
     rank = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
     for tensor in tensors or ():
         if rank is None:
-            rank = _other_rank(group.gather_numbers(_numbers_of(tensor), device))
+            rank = _other_rank(group.gather_numbers(_numbers_of(tensor)))
     return rank
 
 

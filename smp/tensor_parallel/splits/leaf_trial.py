@@ -55,12 +55,12 @@ def why_whole(module: nn.Module, path: str, split: Callable[[nn.Module], None]) 
             wanted = _of_whole(whole)
         except Exception as error:  # any exception of a user's code
             failed = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if _somewhere(bool(failed), device):
+        if _somewhere(bool(failed)):
             failed = failed or "an error on another rank"
             return f"{its}, which cannot be tried with rows alone ({failed})"
         part.__dict__[PATH] = path
         split(part)
-        if _differs(part, wanted, device):
+        if _differs(part, wanted):
             return f"{its}, which does not give the same when the weight is split"
     return ""
 
@@ -222,12 +222,12 @@ class _OthersFailed(Exception):
     pass
 
 
-def _differs(part: nn.Module, wanted: _Wanted, device: torch.device) -> bool:
+def _differs(part: nn.Module, wanted: _Wanted) -> bool:
     """Whether on some rank the split module differs, or fails."""
     before = group.call_of(part.__dict__[PATH])
 
     def meet() -> None:
-        if _somewhere(False, device):
+        if _somewhere(False):
             raise _OthersFailed
 
     try:
@@ -235,15 +235,15 @@ def _differs(part: nn.Module, wanted: _Wanted, device: torch.device) -> bool:
     except _OthersFailed:
         return True
     except Exception:  # any exception of a user's code
-        return _somewhere(True, device)
+        return _somewhere(True)
     finally:
         group.call_of(before)
-    return _somewhere(not _are_as_wanted(part, outputs, gradients, wanted), device)
+    return _somewhere(not _are_as_wanted(part, outputs, gradients, wanted))
 
 
-def _somewhere(happened: bool, device: torch.device) -> bool:
+def _somewhere(happened: bool) -> bool:
     """Whether something happened on any rank.  Collective over the TP_GROUP."""
-    return any(flag for (flag,) in group.gather_numbers([int(happened)], device))
+    return any(flag for (flag,) in group.gather_numbers([int(happened)]))
 
 
 def _are_as_wanted(
