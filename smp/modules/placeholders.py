@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from smp import _core
 from smp.pytorch import accelerator
+from smp.pytorch.compiled_code import not_traced
 
 _ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.view.default)
 
@@ -73,6 +74,7 @@ class Placeholder(Tensor):
         """The values, for a call of a module of another rank: perhaps soon one of the chain."""
         return self._fetched(used=False)
 
+    @not_traced("values of another rank")
     def _fetched(self, used: bool) -> Tensor:
         if self._smp_of is not None:
             return self._smp_of._fetched(used)
