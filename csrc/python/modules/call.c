@@ -8,6 +8,7 @@
 
 #include "comm/messaging/comm.h"
 #include "python/modules/chain.h"
+#include "python/modules/foreseen.h"
 #include "python/modules/hooks.h"
 #include "python/modules/nodes.h"
 #include "python/modules/object_changes.h"

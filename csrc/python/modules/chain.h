@@ -28,12 +28,6 @@
  * was; -1 with an exception. */
 int smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value);
 
-/* Begins the replay: makes the first call's value (new) of the response, which it
- * takes. NULL with an exception. */
-PyObject *smp_chain_begin(smp_task *task, const smp_call_site *site,
-                          const smp_chain_plan *plan, smp_call_object *call,
-                          const smp_pack *pack, smp_message *response);
-
 /* The owner has undone the chain: its call number `at` is in none any more.  Takes the
  * response.  0, or -1 with an exception. */
 int smp_chain_undone(const smp_call_site *site, const smp_chain_plan *plan,
