@@ -9,7 +9,7 @@ import torch
 from smp import memory, optimizer_trial, ranks
 from smp.data_parallel import data_parallel
 from smp.modules import live_models
-from smp.optimizers import clip_by_the_models_norm
+from smp.optimizers import FusedLAMB, clip_by_the_models_norm
 from smp.precision.loss_scale import LossScale, ScaledGradients
 from smp.precision.masters import Masters, keeps_its_own
 from smp.saving import optimizer_state
@@ -66,7 +66,7 @@ def _refuse_norms_of_slices(
         if slices_of(p) is not None
     )
     cut, members = next(with_slices, (None, {}))
-    if cut is None:
+    if cut is None or type(optimizer) is FusedLAMB:  # with norms of the whole
         return
     if {cls.__name__.lower() for cls in type(optimizer).__mro__} & _BY_TENSOR:
         why = "scales each parameter by norms of the whole of it"
@@ -78,7 +78,8 @@ def _refuse_norms_of_slices(
         f"smp: {type(optimizer).__name__} {why}, "
         f"and with tensor parallelism this rank has a slice of {_name_of(cut)}, "
         f"{list(cut.shape)} of {whole_shape(cut)}: use an optimizer that updates each element "
-        "by itself, as torch.optim.AdamW does, or that one for whole parameters alone"
+        "by itself, as torch.optim.AdamW does, or smp.optimizers.FusedLAMB, or that one for "
+        "whole parameters alone"
     )
 
 

@@ -9,7 +9,7 @@ Sources: LAMB, You et al. 2020, algorithm 2; NovoGrad, Ginsburg et al. 2019, alg
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,14 @@ class FusedAdam(torch.optim.Adam):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
+class _Updates(NamedTuple):
+    """The updates of a group's parameters."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    updates: list[Tensor]
+
+
 class _MultiTensor(torch.optim.Optimizer):
     """The common part of LAMB and NovoGrad: a step over the gradients present."""
 
@@ -104,17 +112,28 @@ class _MultiTensor(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         self._prepare([p for _, params in todo for p in params])
+        done = []
         for group, params in todo:
             group["step"] = group.get("step", 0) + 1
             if params:
-                self._update(group, params, [wide(p.grad) for p in params])
+                updates = self._updates(group, params, [wide(p.grad) for p in params])
+                done.append(_Updates(group, params, updates))
+        self._scale(done)
+        for each in done:
+            apply(each.params, each.updates, each.group["lr"])
         return loss
 
     def _prepare(self, params: list[Tensor]) -> None:
-        """Look at all gradients of this rank before the first group is updated."""
+        """Look at all gradients of this rank before the first group's updates."""
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _updates(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
+        """The updates of a group, before the learning rate."""
         raise NotImplementedError
+
+    def _scale(self, done: list[_Updates]) -> None:
+        """Scale the updates of all groups, before the first parameter changes."""
 
     def _moments(self, params: list[Tensor], name: str) -> list[Tensor]:
         """A state tensor for each parameter, zeros at first, never in half precision."""
@@ -148,7 +167,8 @@ class FusedLAMB(_MultiTensor):
         set_grad_none: the default of ``zero_grad``.
         max_grad_norm: the most for the norm over the whole model; larger gradients are scaled;
             0 turns this off.  With ``smp`` running that norm is over the MP_GROUP, so every
-            rank of it must call ``step``; with sharded optimizer state, over all ranks.
+            rank of it must call ``step``; with sharded optimizer state, over all ranks.  Norms
+            of tensors cut by tensor parallelism are over the TP_GROUP, in one all-reduce.
         use_nvlamb: scale the step of tensors without weight decay too.
 
     Raises:
@@ -189,7 +209,9 @@ class FusedLAMB(_MultiTensor):
     def _prepare(self, params: list[Tensor]) -> None:
         self._norm = norm_over_the_model(params)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _updates(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
         beta1, beta2 = group["betas"]
         decay, step = group["weight_decay"], group["step"]
         first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
@@ -211,15 +233,27 @@ class FusedLAMB(_MultiTensor):
         updates = torch._foreach_div(torch._foreach_div(first, correction1), below)
         if decay and group["adam_w_mode"]:
             torch._foreach_add_(updates, weights, alpha=decay)
-        if decay or group["use_nvlamb"]:
-            sizes = torch._foreach_norm(weights)
-            lengths = torch._foreach_norm(updates)
-            ratios = [
-                torch.where((size > 0) & (length > 0), size / length, 1.0)
-                for size, length in zip(sizes, lengths, strict=True)
-            ]
+        return list(updates)
+
+    def _scale(self, done: list[_Updates]) -> None:
+        params: list[Tensor] = []
+        updates: list[Tensor] = []
+        sizes: list[Tensor] = []  # of the weights
+        lengths: list[Tensor] = []  # of the updates
+        for group, members, directions in done:
+            if group["weight_decay"] or group["use_nvlamb"]:
+                params += members
+                updates += directions
+                sizes += torch._foreach_norm([wide(p) for p in members])
+                lengths += torch._foreach_norm(directions)
+        members = [p for group in self.param_groups for p in group["params"]]
+        make_norms_of_wholes(members, params, [sizes, lengths])
+        ratios = [
+            torch.where((size > 0) & (length > 0), size / length, 1.0)
+            for size, length in zip(sizes, lengths, strict=True)
+        ]
+        if ratios:
             torch._foreach_mul_(updates, ratios)
-        apply(params, updates, group["lr"])
 
 
 class FusedNovoGrad(_MultiTensor):
@@ -272,7 +306,9 @@ class FusedNovoGrad(_MultiTensor):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _updates(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
         beta1, beta2 = group["betas"]
         decay, step = group["weight_decay"], group["step"]
         share = 1 - beta1 if group["grad_averaging"] else 1.0
@@ -292,7 +328,7 @@ class FusedNovoGrad(_MultiTensor):
         if not group["reg_inside_moment"]:
             torch._foreach_div_(updates, below)
             torch._foreach_add_(updates, weights, alpha=decay)
-        apply(params, updates, group["lr"])
+        return list(updates)
 
     def _norms(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
@@ -353,6 +389,42 @@ def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Ten
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(total, op, group=job.torch_groups.by_kind[kind])
     return total if largest else total.pow(1 / norm_type)
+
+
+def make_norms_of_wholes(
+    members: list[Tensor], params: list[Tensor], norms: list[list[Tensor]]
+) -> None:
+    """Replace the 2-norms of slices by those of the whole parameters.
+
+    Collective over the TP_GROUP, if one of ``members`` is a slice.
+
+    Args:
+        members: of the optimizer, as many slices on every tp_rank.
+        params: those with norms.
+        norms: lists of norms, one of each of ``params``.
+    """
+    if not state.is_initialized or ranks.tp_size() == 1:
+        return
+    slices = [p for p in members if slices_of(p) is not None]
+    if not slices:
+        return
+    job = state.job("smp.optimizers")
+    refuse_if_forked("smp: the norms of slices", job.boot.rank, job.pid)
+    device = accelerator_or_cpu()
+    # Zeros where a slice has no norm: the sum has the same size on all tp_ranks.
+    squares = torch.zeros((len(norms), len(slices)), dtype=torch.float64, device=device)
+    column = {id(p): number for number, p in enumerate(slices)}
+    at = [place for place, p in enumerate(params) if id(p) in column]
+    columns = torch.tensor([column[id(params[place])] for place in at], device=device)
+    if at:
+        for row, each in zip(squares, norms, strict=True):
+            own = torch.stack([each[place].to(device).double() for place in at])
+            row[columns] = own.square()
+    dist.all_reduce(squares, group=job.torch_groups.by_kind["tp"])
+    if at:
+        for row, each in zip(squares.sqrt()[:, columns], norms, strict=True):
+            for place, norm in zip(at, row.unbind(), strict=True):
+                each[place] = norm.to(each[place])
 
 
 def clip_by_the_models_norm(

@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
-    "lamb": lambda p: smp.optimizers.FusedLAMB(p, lr=0.01, max_grad_norm=0.0),
+    "lamb": lambda p: smp.optimizers.FusedLAMB(p, lr=0.01, max_grad_norm=0.1),
 }
 
 
@@ -125,7 +125,7 @@ def test_replicas_with_shards_train_with_the_bits_of_plain_ones(name, half):
 
 @on_ranks(4)
 @pytest.mark.parametrize("half", [{}, {"bf16": True}], ids=["float32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lamb"])
 @pytest.mark.parametrize("kind", ["dp 4", "pp dp", "tp dp"])
 @pytest.mark.sample(7)
 def test_every_kind_of_parallelism_has_the_bits_of_the_job_without_shards(kind, name, half):
