@@ -8,7 +8,8 @@ Sources: LAMB, You et al. 2020, algorithm 2; NovoGrad, Ginsburg et al. 2019, alg
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -176,6 +177,7 @@ class FusedLAMB(_MultiTensor):
     """
 
     takes_the_models_norm = True
+    _sums_left: tuple | list = ()  # in a block: the all-reduces of the step, group and size
 
     def __init__(
         self,
@@ -206,8 +208,42 @@ class FusedLAMB(_MultiTensor):
         }
         super().__init__(params, defaults, set_grad_none)
 
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """In the block, around ``step``, an exception on one rank ends the step of all.
+
+        The other ranks hear of it in their next all-reduce of the step.
+        """
+        self._sums_left = [(owners.group_with_each_element(), 1)]
+        if slices := self._slices():
+            self._sums_left.append(("tp", 2 * len(slices)))
+        try:
+            yield
+        except Exception:
+            for kind, count in self._sums_left[:1]:
+                with suppress(Exception):  # the block's is raised
+                    _sum_over(kind, torch.zeros(count, dtype=torch.float64), has_failed=True)
+            raise
+        finally:
+            self._sums_left = []
+
+    def _sum(self, kind: str, numbers: Tensor) -> Tensor:
+        """The sums over a group of ranks, of the next all-reduce of the step."""
+        left, self._sums_left = self._sums_left[1:], []
+        sums = _sum_over(kind, numbers)
+        self._sums_left = left
+        return sums
+
+    def _slices(self) -> list[Tensor]:
+        """The parameters cut by tensor parallelism, as many on every tp_rank."""
+        if not state.is_initialized or ranks.tp_size() == 1:
+            return []
+        members = (p for group in self.param_groups for p in group["params"])
+        return [p for p in members if slices_of(p) is not None]
+
     def _prepare(self, params: list[Tensor]) -> None:
-        self._norm = norm_over_the_model(params)
+        power = _own_power(params, 2.0)
+        self._norm = self._sum(owners.group_with_each_element(), power.view(1))[0].sqrt()
 
     def _updates(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
@@ -246,14 +282,37 @@ class FusedLAMB(_MultiTensor):
                 updates += directions
                 sizes += torch._foreach_norm([wide(p) for p in members])
                 lengths += torch._foreach_norm(directions)
-        members = [p for group in self.param_groups for p in group["params"]]
-        make_norms_of_wholes(members, params, [sizes, lengths])
+        self._make_norms_of_wholes(params, [sizes, lengths])
         ratios = [
             torch.where((size > 0) & (length > 0), size / length, 1.0)
             for size, length in zip(sizes, lengths, strict=True)
         ]
         if ratios:
             torch._foreach_mul_(updates, ratios)
+
+    def _make_norms_of_wholes(self, params: list[Tensor], norms: list[list[Tensor]]) -> None:
+        """Replace the norms of slices by those of the whole parameters.
+
+        Args:
+            norms: lists of norms, one of each of ``params``.
+        """
+        slices = self._slices()
+        if not slices:
+            return
+        device = accelerator_or_cpu()
+        # Zeros where a slice has no norm: the sum has the same size on all tp_ranks.
+        squares = torch.zeros((len(norms), len(slices)), dtype=torch.float64, device=device)
+        column = {id(p): number for number, p in enumerate(slices)}
+        at = [place for place, p in enumerate(params) if id(p) in column]
+        columns = [column[id(params[place])] for place in at]
+        if at:
+            for row, each in zip(squares, norms, strict=True):
+                own = torch.stack([each[place].to(device).double() for place in at])
+                row[columns] = own.square()
+        wholes = self._sum("tp", squares.view(-1)).view_as(squares).sqrt()
+        for row, each in zip(wholes, norms, strict=True):
+            for place, norm in zip(at, row[columns], strict=True):
+                each[place] = norm.to(each[place])
 
 
 class FusedNovoGrad(_MultiTensor):
@@ -366,19 +425,7 @@ def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Ten
     Gradients held by every rank of a TP_GROUP count once, on tp_rank 0; with sharded optimizer
     state those of each owner, over all ranks.
     """
-    largest = math.isinf(norm_type)
-    counts_here = not state.is_initialized or ranks.tp_rank() == 0
-    grads = [
-        gradient
-        for p in parameters
-        if (counts_here or slices_of(p) is not None)
-        and (gradient := owners.own_gradient(p)) is not None
-    ]
-    total = torch.zeros((), dtype=torch.float64)  # the same dtype on every rank
-    if grads:
-        norms = torch._foreach_norm([wide(grad) for grad in grads], norm_type)
-        each = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
-        total = each.max() if largest else each.pow(norm_type).sum()
+    largest, total = math.isinf(norm_type), _own_power(parameters, norm_type)
     if state.is_initialized:
         job = state.job("smp.optimizers")
         kind = owners.group_with_each_element()
@@ -391,40 +438,49 @@ def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Ten
     return total if largest else total.pow(1 / norm_type)
 
 
-def make_norms_of_wholes(
-    members: list[Tensor], params: list[Tensor], norms: list[list[Tensor]]
-) -> None:
-    """Replace the 2-norms of slices by those of the whole parameters.
+def _own_power(parameters: list[Tensor], norm_type: float) -> Tensor:
+    """This rank's part of that norm, to the power of its type; of the maximum itself."""
+    counts_here = not state.is_initialized or ranks.tp_rank() == 0
+    grads = [
+        gradient
+        for p in parameters
+        if (counts_here or slices_of(p) is not None)
+        and (gradient := owners.own_gradient(p)) is not None
+    ]
+    total = torch.zeros((), dtype=torch.float64)  # the same dtype on every rank
+    if grads:
+        norms = torch._foreach_norm([wide(grad) for grad in grads], norm_type)
+        each = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
+        total = each.max() if math.isinf(norm_type) else each.pow(norm_type).sum()
+    return total
 
-    Collective over the TP_GROUP, if one of ``members`` is a slice.
 
-    Args:
-        members: of the optimizer, as many slices on every tp_rank.
-        params: those with norms.
-        norms: lists of norms, one of each of ``params``.
+def _sum_over(kind: str, numbers: Tensor, has_failed: bool = False) -> Tensor:
+    """The sums over a group of ranks, each of which may tell of a failure instead.
+
+    Raises:
+        RuntimeError: a rank has failed; the text names it.
     """
-    if not state.is_initialized or ranks.tp_size() == 1:
-        return
-    slices = [p for p in members if slices_of(p) is not None]
-    if not slices:
-        return
+    if not state.is_initialized:
+        return numbers
     job = state.job("smp.optimizers")
-    refuse_if_forked("smp: the norms of slices", job.boot.rank, job.pid)
-    device = accelerator_or_cpu()
-    # Zeros where a slice has no norm: the sum has the same size on all tp_ranks.
-    squares = torch.zeros((len(norms), len(slices)), dtype=torch.float64, device=device)
-    column = {id(p): number for number, p in enumerate(slices)}
-    at = [place for place, p in enumerate(params) if id(p) in column]
-    columns = torch.tensor([column[id(params[place])] for place in at], device=device)
-    if at:
-        for row, each in zip(squares, norms, strict=True):
-            own = torch.stack([each[place].to(device).double() for place in at])
-            row[columns] = own.square()
-    dist.all_reduce(squares, group=job.torch_groups.by_kind["tp"])
-    if at:
-        for row, each in zip(squares.sqrt()[:, columns], norms, strict=True):
-            for place, norm in zip(at, row.unbind(), strict=True):
-                each[place] = norm.to(each[place])
+    members = job.groups[kind]
+    if len(members) == 1:
+        return numbers
+    refuse_if_forked("smp.optimizers.FusedLAMB.step", job.boot.rank, job.pid)
+    flags = numbers.new_zeros(len(members))
+    flags[members.index(job.boot.rank)] = has_failed
+    both = torch.cat([numbers, flags]).to(accelerator_or_cpu())
+    dist.all_reduce(both, group=job.torch_groups.by_kind[kind])
+    sums, flags = both.split([len(numbers), len(members)])
+    if failed := [
+        str(rank) for rank, flag in zip(members, flags.tolist(), strict=True) if flag
+    ]:
+        raise RuntimeError(
+            f"smp: optimizer.step() failed on rank {', '.join(failed)}, with an exception told "
+            "there; this rank has updated no parameter, and may go on or load a checkpoint"
+        )
+    return sums
 
 
 def clip_by_the_models_norm(

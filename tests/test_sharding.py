@@ -384,21 +384,66 @@ def test_another_group_on_one_replica_is_named():
         train_step(model, torch.arange(8))
 
 
-@on_ranks(2)
-def test_an_exception_in_one_share_leaves_all_replicas_alike(monkeypatch):
-    job("dp", shard_optimizer_state=True)
-    model, optimizer = wrapped(OPTIMIZERS["adamw"])
+PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "share": lambda optimizer: (optimizer.sharded, "take_share"),
+    "masters": lambda optimizer: (optimizer.masters, "make"),
+    "changes": lambda optimizer: (optimizer.masters, "follow"),
+    "step": lambda optimizer: (optimizer.optimizer, "step"),
+    "values": lambda optimizer: (optimizer.masters, "give"),
+    "moments": lambda optimizer: (optimizer.optimizer, "_moments"),  # between its all-reduces
+}
+
+
+def check_failing_place(kind: str, name: str, place: str, told: list[int], **half: Any) -> None:
+    """An exception on rank 1 ends the step on the ranks told of it; the next step is right."""
+    job(kind, shard_optimizer_state=True, **half)
+    model, optimizer = wrapped(OPTIMIZERS[name])
     train(model, optimizer, 0, 1)
 
     def fails(*args: Any) -> None:
         raise ValueError("of one share")
 
-    with monkeypatch.context() as patched:
-        if smp.rank() == 1:
-            patched.setattr(optimizer.optimizer, "step", fails)
-            with pytest.raises(ValueError, match="of one share"):
-                train(model, optimizer, 1, 2)
-        else:
+    where, method = PLACES[place](optimizer)
+    before = getattr(where, method)
+    if smp.rank() == 1:
+        setattr(where, method, fails)
+        with pytest.raises(ValueError, match="of one share"):
             train(model, optimizer, 1, 2)
+        setattr(where, method, before)
+    elif smp.rank() in told:
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) failed on rank \d"):
+            train(model, optimizer, 1, 2)
+    else:
+        train(model, optimizer, 1, 2)
     train(model, optimizer, 2, 3)
-    assert_same(*smp.allgather(snapshot(model.state_dict()), smp.RDP_GROUP))
+    first, *others = smp.allgather(snapshot(model.state_dict()), smp.RDP_GROUP)
+    for other in others:
+        assert_same(other, first)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [("adamw", {}), ("adafactor", {"bf16": True}), ("sgd", {"fp16": True}), ("lamb", {})],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_in_one_share_is_raised_by_all_replicas_which_stay_alike(
+    name, half, place
+):
+    if place != "moments" or name == "lamb":
+        check_failing_place("dp", name, place, [0], **half)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "name", "place", "told"),
+    [
+        ("dp 4", "adamw", "step", [0, 2, 3]),
+        ("pp dp", "adamw", "step", [3]),  # the same stage of the other replica
+        ("pp dp", "lamb", "step", [0, 2, 3]),
+        ("tp dp", "lamb", "share", [0, 2, 3]),
+        ("tp dp", "lamb", "moments", [0, 2, 3]),
+    ],
+)
+def test_ranks_that_wait_for_the_one_with_the_exception_hear_of_it(kind, name, place, told):
+    check_failing_place(kind, name, place, told)

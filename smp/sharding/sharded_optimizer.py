@@ -110,7 +110,7 @@ class ShardedOptimizer:
             f"{self.owners.imbalance:.2f} times the mean of its elements: it is not known to "
             "update each element by itself, so each parameter has one owner; with an "
             "optimizer of torch.optim as AdamW the shares are even",
-            stacklevel=5,
+            stacklevel=7,
         )
 
     @contextmanager
@@ -138,9 +138,22 @@ class ShardedOptimizer:
                 whole.grad.zero_()
 
     @among_slices
-    def give_values(self) -> None:
-        """Give all replicas the updated values.  Collective over the RDP_GROUP."""
-        values.give(self.owners.every())
+    def end_step(self, error: Exception | None, has_update: bool = True) -> None:
+        """Give all replicas the updated values.  Collective over the RDP_GROUP.
+
+        Args:
+            error: of this rank's update; the others get its values as they are.
+            has_update: whether any rank has changed its share.
+
+        Raises:
+            Exception: ``error``.
+            RuntimeError: of another rank's update; the text names the rank.
+        """
+        failed = values.failed_ranks(error is not None)
+        if has_update:
+            values.give(self.owners.every())
+        if failed:
+            values.raise_failure(error, failed)
 
     def own(self, by_number: Mapping[Any, Any]) -> dict[Any, Any]:
         """The entries of a state of whole parameters that this rank keeps, as it keeps them."""
