@@ -285,7 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sharded.take_share()
             self.masters.make()
         if self._overflows():  # collective, also after a failure
-            sharded.end_step(failure.error, has_update=False)
+            sharded.end_step(failure.error)
             return None
         result = None
         with failure, self._failing_together():

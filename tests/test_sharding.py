@@ -136,14 +136,15 @@ def test_every_kind_of_parallelism_has_the_bits_of_the_job_without_shards(kind, 
 
 @on_ranks(2, 4)
 def test_a_step_sends_as_many_bytes_as_plain_data_parallelism(monkeypatch):
-    sent: list[float] = []
+    sent, counted = 0.0, []
 
     def counting(name: str, factor: int) -> None:
         plain = getattr(torch.distributed, name)
 
         def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            nonlocal sent
             if tensor.is_floating_point():
-                sent[-1] += tensor.nbytes * factor
+                sent += tensor.nbytes * factor
             return plain(tensor, *args, **options)
 
         monkeypatch.setattr(torch.distributed, name, count)
@@ -153,12 +154,16 @@ def test_a_step_sends_as_many_bytes_as_plain_data_parallelism(monkeypatch):
     for sharded in (False, True):
         smp.reset()
         smp.init({"shard_optimizer_state": sharded})
-        sent.append(0)
         model, optimizer = wrapped(OPTIMIZERS["adamw"])
         train(model, optimizer, 0, 2)
-        sent[-1] = 0
-        train(model, optimizer, 2, 3)
-    assert 0 < sent[1] <= sent[0]
+        for trains in (True, False):
+            model.table.requires_grad_(trains)
+            sent = 0
+            train(model, optimizer, 2, 3)
+            counted.append(sent)
+    plain, without_table, shards, shards_without_table = counted
+    assert 0 < shards <= plain
+    assert 0 < shards_without_table <= without_table < plain / 2
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])

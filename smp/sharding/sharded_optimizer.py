@@ -32,6 +32,7 @@ class ShardedOptimizer:
         self._optimizer = optimizer
         self._cuts = rules.updates_by_element(optimizer)
         self._has_warned = False
+        self._updated: set[int] = set()  # ids of the model's parameters, in this step
         self.owners = Owners(self._members, self._may_cut)
 
     def _members(self) -> list[Tensor]:
@@ -117,6 +118,7 @@ class ShardedOptimizer:
     def others_hidden(self) -> Iterator[None]:
         """In the block, parameters of other owners have no gradient."""
         hidden = []
+        self._note_updated()
         for members, place, _, part in self._with_parts():
             member = members[place]
             if part is None and member.grad is not None:
@@ -125,8 +127,16 @@ class ShardedOptimizer:
         try:
             yield
         finally:
+            self._note_updated()  # also gradients made by a hook of the optimizer
             for member, gradient in hidden:
                 member.grad = gradient
+
+    def _note_updated(self) -> None:
+        """An optimizer leaves parameters without a gradient alone."""
+        for members, place, _, part in self._with_parts():
+            whole = model_parameter(members[place])
+            if part is not None and whole.grad is not None:
+                self._updated.add(id(whole))
 
     @among_slices
     @torch.no_grad()
@@ -138,20 +148,20 @@ class ShardedOptimizer:
                 whole.grad.zero_()
 
     @among_slices
-    def end_step(self, error: Exception | None, has_update: bool = True) -> None:
+    def end_step(self, error: Exception | None) -> None:
         """Give all replicas the updated values.  Collective over the RDP_GROUP.
 
         Args:
             error: of this rank's update; the others get its values as they are.
-            has_update: whether any rank has changed its share.
 
         Raises:
             Exception: ``error``.
             RuntimeError: of another rank's update; the text names the rank.
         """
-        failed = values.failed_ranks(error is not None)
-        if has_update:
-            values.give(self.owners.every())
+        every, updated = self.owners.every(), self._updated
+        self._updated = set()
+        failed, flags = values.agree(error is not None, [id(p) in updated for p, _ in every])
+        values.give(one for one, flag in zip(every, flags, strict=True) if flag)
         if failed:
             values.raise_failure(error, failed)
 

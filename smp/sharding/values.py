@@ -26,16 +26,26 @@ class _Bucket(NamedTuple):
     pieces: list[Tensor]  # of one dtype and device
 
 
-def failed_ranks(has_failed: bool) -> list[int]:
-    """The rdp_ranks whose update has failed.  Collective over the RDP_GROUP."""
+def agree(has_failed: bool, updated: Sequence[bool]) -> tuple[list[int], list[bool]]:
+    """The rdp_ranks with a failure, and the parameters with an update on any replica.
+
+    Collective over the RDP_GROUP.
+
+    Args:
+        has_failed: whether this rank's update has.
+        updated: by parameter, whether this rank has updated it.
+    """
     job = state.job(_CALLER)
     refuse_if_forked(_CALLER, job.boot.rank, job.pid)
     group = ranks.get_rdp_process_group()
-    flags = torch.zeros(ranks.rdp_size(), dtype=torch.int32)
-    flags[ranks.rdp_rank()] = has_failed
+    failed = [has_failed and rank == ranks.rdp_rank() for rank in range(ranks.rdp_size())]
+    flags = torch.tensor([*failed, *updated], dtype=torch.int32, device="cpu")
     flags = flags.to(device_of_numbers(group))
     dist.all_reduce(flags, group=group)
-    return [rank for rank, flag in enumerate(flags.tolist()) if flag]
+    found = flags.bool().tolist()
+    return [rank for rank, flag in enumerate(found[: len(failed)]) if flag], found[
+        len(failed) :
+    ]
 
 
 def raise_failure(error: Exception | None, failed: Sequence[int]) -> None:
