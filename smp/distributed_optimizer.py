@@ -1,7 +1,7 @@
 """``DistributedOptimizer``: the user's optimizer, on the parameters of this rank."""
 
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from smp import memory, optimizer_trial, ranks
 from smp.data_parallel import data_parallel
 from smp.modules import live_models
-from smp.optimizers import clip_by_the_models_norm
+from smp.optimizers import FusedLAMB, clip_by_the_models_norm
 from smp.precision.loss_scale import LossScale, ScaledGradients
 from smp.precision.masters import Masters, keeps_its_own
 from smp.saving import optimizer_state
@@ -66,7 +66,7 @@ def _refuse_norms_of_slices(
         if slices_of(p) is not None
     )
     cut, members = next(with_slices, (None, {}))
-    if cut is None:
+    if cut is None or type(optimizer) is FusedLAMB:  # with norms of the whole
         return
     if {cls.__name__.lower() for cls in type(optimizer).__mro__} & _BY_TENSOR:
         why = "scales each parameter by norms of the whole of it"
@@ -78,7 +78,8 @@ def _refuse_norms_of_slices(
         f"smp: {type(optimizer).__name__} {why}, "
         f"and with tensor parallelism this rank has a slice of {_name_of(cut)}, "
         f"{list(cut.shape)} of {whole_shape(cut)}: use an optimizer that updates each element "
-        "by itself, as torch.optim.AdamW does, or that one for whole parameters alone"
+        "by itself, as torch.optim.AdamW does, or smp.optimizers.FusedLAMB, or that one for "
+        "whole parameters alone"
     )
 
 
@@ -134,6 +135,21 @@ def _name_of(parameter: torch.Tensor) -> str:
             if one is model_parameter(parameter):
                 return f"'{name}'"
     return "a parameter"
+
+
+class _FirstFailure:
+    """Blocks whose exceptions wait; the first one is kept."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.error = self.error or error
+        return True
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -212,7 +228,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Update the local parameters.
 
         With ``fp16`` collective over all ranks: an overflow on one of them skips the update
-        on all.  With ``shard_optimizer_state`` collective over the RDP_GROUP.
+        on all.  With ``shard_optimizer_state`` collective over the RDP_GROUP, and an exception
+        on one rank of it raises on all.
 
         Args:
             closure: given to the wrapped optimizer, if there is one.
@@ -223,7 +240,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             NotImplementedError: a closure, or several DistributedOptimizers, with ``fp16``; a
                 closure with ``shard_optimizer_state``.
-            RuntimeError: with a loss scale, gradients of ``loss.backward()``.
+            RuntimeError: with a loss scale, gradients of ``loss.backward()``.  With
+                ``shard_optimizer_state``, an exception on another replica; the text has both.
         """
         try:
             return self._step(closure)
@@ -233,46 +251,67 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
 
     def _step(self, closure: Any) -> Any:
-        masters, scaled, sharded = self.masters, self.scaled, self.sharded
-        if sharded is not None:
+        if closure is not None and self.scaled is not None:
+            raise NotImplementedError(
+                "smp: optimizer.step(closure) with fp16: an overflow is known after all "
+                "backwards alone; call backward before step(), or use bf16"
+            )
+        if self.sharded is not None:
             if closure is not None:
                 raise NotImplementedError(
                     "smp: optimizer.step(closure) with shard_optimizer_state=True: gradients "
                     "that a closure makes are not with their owners alone; call backward "
                     "before step()"
                 )
+            return self._step_of_share(self.sharded)
+        self.masters.make()
+        if self._overflows():
+            return None
+        self.masters.follow()
+        if closure is not None:
+            result = self.optimizer.step(self.masters.closure(closure))
+        else:
+            # Slices are as fast as plain tensors.
+            with torch._C.DisableTorchFunctionSubclass(), self._failing_together():
+                result = self.optimizer.step()
+        self.masters.give()
+        return result
+
+    def _step_of_share(self, sharded: ShardedOptimizer) -> Any:
+        """Update this rank's share.  An exception of one replica's ends the step of all."""
+        failure = _FirstFailure()
+        with failure:
             data_parallel.assign_owners()
             sharded.take_share()
-        masters.make()
-        if scaled is not None:
-            if closure is not None:
-                raise NotImplementedError(
-                    "smp: optimizer.step(closure) with fp16: an overflow is known after all "
-                    "backwards alone; call backward before step(), or use bf16"
-                )
-            self.__dict__["overflow"] = overflow = scaled.overflows()
-            scaled.scale.update(overflow)
-            scaled.used()
-            if overflow:
-                return None
-        masters.follow()
-        if closure is not None:
-            result = self.optimizer.step(masters.closure(closure))
-        else:
-            hidden = nullcontext() if sharded is None else sharded.others_hidden()
-            # Slices are as fast as plain tensors.
-            try:
-                with torch._C.DisableTorchFunctionSubclass(), hidden:
-                    result = self.optimizer.step()
-            except Exception:
-                if sharded is not None:  # the other replicas wait for the values
-                    masters.give()
-                    sharded.give_values()
-                raise
-        masters.give()
-        if sharded is not None:
-            sharded.give_values()
+            self.masters.make()
+        if self._overflows():  # collective, also after a failure
+            sharded.end_step(failure.error)
+            return None
+        result = None
+        with failure, self._failing_together():
+            if failure.error is not None:
+                raise failure.error
+            self.masters.follow()
+            with torch._C.DisableTorchFunctionSubclass(), sharded.others_hidden():
+                result = self.optimizer.step()
+        with failure:
+            self.masters.give()
+        sharded.end_step(failure.error)
         return result
+
+    def _overflows(self) -> bool:
+        """Whether the update is skipped; collective over all ranks with a loss scale."""
+        if self.scaled is None:
+            return False
+        self.__dict__["overflow"] = overflow = self.scaled.overflows()
+        self.scaled.scale.update(overflow)
+        self.scaled.used()
+        return overflow
+
+    def _failing_together(self) -> AbstractContextManager[None]:
+        """A block around the wrapped optimizer's step, which may have collectives."""
+        optimizer = self.optimizer
+        return optimizer.failing_together() if type(optimizer) is FusedLAMB else nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the parameters.

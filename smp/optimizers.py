@@ -8,8 +8,9 @@ Sources: LAMB, You et al. 2020, algorithm 2; NovoGrad, Ginsburg et al. 2019, alg
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,14 @@ class FusedAdam(torch.optim.Adam):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
+class _Updates(NamedTuple):
+    """The updates of a group's parameters."""
+
+    group: dict[str, Any]
+    params: list[Tensor]
+    updates: list[Tensor]
+
+
 class _MultiTensor(torch.optim.Optimizer):
     """The common part of LAMB and NovoGrad: a step over the gradients present."""
 
@@ -104,17 +113,28 @@ class _MultiTensor(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         self._prepare([p for _, params in todo for p in params])
+        done = []
         for group, params in todo:
             group["step"] = group.get("step", 0) + 1
             if params:
-                self._update(group, params, [wide(p.grad) for p in params])
+                updates = self._updates(group, params, [wide(p.grad) for p in params])
+                done.append(_Updates(group, params, updates))
+        self._scale(done)
+        for each in done:
+            apply(each.params, each.updates, each.group["lr"])
         return loss
 
     def _prepare(self, params: list[Tensor]) -> None:
-        """Look at all gradients of this rank before the first group is updated."""
+        """Look at all gradients of this rank before the first group's updates."""
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _updates(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
+        """The updates of a group, before the learning rate."""
         raise NotImplementedError
+
+    def _scale(self, done: list[_Updates]) -> None:
+        """Scale the updates of all groups, before the first parameter changes."""
 
     def _moments(self, params: list[Tensor], name: str) -> list[Tensor]:
         """A state tensor for each parameter, zeros at first, never in half precision."""
@@ -148,7 +168,8 @@ class FusedLAMB(_MultiTensor):
         set_grad_none: the default of ``zero_grad``.
         max_grad_norm: the most for the norm over the whole model; larger gradients are scaled;
             0 turns this off.  With ``smp`` running that norm is over the MP_GROUP, so every
-            rank of it must call ``step``; with sharded optimizer state, over all ranks.
+            rank of it must call ``step``; with sharded optimizer state, over all ranks.  Norms
+            of tensors cut by tensor parallelism are over the TP_GROUP, in one all-reduce.
         use_nvlamb: scale the step of tensors without weight decay too.
 
     Raises:
@@ -156,6 +177,7 @@ class FusedLAMB(_MultiTensor):
     """
 
     takes_the_models_norm = True
+    _sums_left: tuple | list = ()  # in a block: the all-reduces of the step, group and size
 
     def __init__(
         self,
@@ -186,10 +208,46 @@ class FusedLAMB(_MultiTensor):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    def _prepare(self, params: list[Tensor]) -> None:
-        self._norm = norm_over_the_model(params)
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """In the block, around ``step``, an exception on one rank ends the step of all.
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        The other ranks hear of it in their next all-reduce of the step.
+        """
+        self._sums_left = [(owners.group_with_each_element(), 1)]
+        if slices := self._slices():
+            self._sums_left.append(("tp", 2 * len(slices)))
+        try:
+            yield
+        except Exception:
+            for kind, count in self._sums_left[:1]:
+                with suppress(Exception):  # the block's is raised
+                    _sum_over(kind, torch.zeros(count, dtype=torch.float64), has_failed=True)
+            raise
+        finally:
+            self._sums_left = []
+
+    def _sum(self, kind: str, numbers: Tensor) -> Tensor:
+        """The sums over a group of ranks, of the next all-reduce of the step."""
+        left, self._sums_left = self._sums_left[1:], []
+        sums = _sum_over(kind, numbers)
+        self._sums_left = left
+        return sums
+
+    def _slices(self) -> list[Tensor]:
+        """The parameters cut by tensor parallelism, as many on every tp_rank."""
+        if not state.is_initialized or ranks.tp_size() == 1:
+            return []
+        members = (p for group in self.param_groups for p in group["params"])
+        return [p for p in members if slices_of(p) is not None]
+
+    def _prepare(self, params: list[Tensor]) -> None:
+        power = _own_power(params, 2.0)
+        self._norm = self._sum(owners.group_with_each_element(), power.view(1))[0].sqrt()
+
+    def _updates(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
         beta1, beta2 = group["betas"]
         decay, step = group["weight_decay"], group["step"]
         first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
@@ -211,15 +269,50 @@ class FusedLAMB(_MultiTensor):
         updates = torch._foreach_div(torch._foreach_div(first, correction1), below)
         if decay and group["adam_w_mode"]:
             torch._foreach_add_(updates, weights, alpha=decay)
-        if decay or group["use_nvlamb"]:
-            sizes = torch._foreach_norm(weights)
-            lengths = torch._foreach_norm(updates)
-            ratios = [
-                torch.where((size > 0) & (length > 0), size / length, 1.0)
-                for size, length in zip(sizes, lengths, strict=True)
-            ]
+        return list(updates)
+
+    def _scale(self, done: list[_Updates]) -> None:
+        params: list[Tensor] = []
+        updates: list[Tensor] = []
+        sizes: list[Tensor] = []  # of the weights
+        lengths: list[Tensor] = []  # of the updates
+        for group, members, directions in done:
+            if group["weight_decay"] or group["use_nvlamb"]:
+                params += members
+                updates += directions
+                sizes += torch._foreach_norm([wide(p) for p in members])
+                lengths += torch._foreach_norm(directions)
+        self._make_norms_of_wholes(params, [sizes, lengths])
+        ratios = [
+            torch.where((size > 0) & (length > 0), size / length, 1.0)
+            for size, length in zip(sizes, lengths, strict=True)
+        ]
+        if ratios:
             torch._foreach_mul_(updates, ratios)
-        apply(params, updates, group["lr"])
+
+    def _make_norms_of_wholes(self, params: list[Tensor], norms: list[list[Tensor]]) -> None:
+        """Replace the norms of slices by those of the whole parameters.
+
+        Args:
+            norms: lists of norms, one of each of ``params``.
+        """
+        slices = self._slices()
+        if not slices:
+            return
+        device = accelerator_or_cpu()
+        # Zeros where a slice has no norm: the sum has the same size on all tp_ranks.
+        squares = torch.zeros((len(norms), len(slices)), dtype=torch.float64, device=device)
+        column = {id(p): number for number, p in enumerate(slices)}
+        at = [place for place, p in enumerate(params) if id(p) in column]
+        columns = [column[id(params[place])] for place in at]
+        if at:
+            for row, each in zip(squares, norms, strict=True):
+                own = torch.stack([each[place].to(device).double() for place in at])
+                row[columns] = own.square()
+        wholes = self._sum("tp", squares.view(-1)).view_as(squares).sqrt()
+        for row, each in zip(wholes, norms, strict=True):
+            for place, norm in zip(at, row[columns], strict=True):
+                each[place] = norm.to(each[place])
 
 
 class FusedNovoGrad(_MultiTensor):
@@ -272,7 +365,9 @@ class FusedNovoGrad(_MultiTensor):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    def _update(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _updates(
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
+    ) -> list[Tensor]:
         beta1, beta2 = group["betas"]
         decay, step = group["weight_decay"], group["step"]
         share = 1 - beta1 if group["grad_averaging"] else 1.0
@@ -292,7 +387,7 @@ class FusedNovoGrad(_MultiTensor):
         if not group["reg_inside_moment"]:
             torch._foreach_div_(updates, below)
             torch._foreach_add_(updates, weights, alpha=decay)
-        apply(params, updates, group["lr"])
+        return list(updates)
 
     def _norms(
         self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]
@@ -330,7 +425,21 @@ def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Ten
     Gradients held by every rank of a TP_GROUP count once, on tp_rank 0; with sharded optimizer
     state those of each owner, over all ranks.
     """
-    largest = math.isinf(norm_type)
+    largest, total = math.isinf(norm_type), _own_power(parameters, norm_type)
+    if state.is_initialized:
+        job = state.job("smp.optimizers")
+        kind = owners.group_with_each_element()
+        if len(job.groups[kind]) > 1:
+            caller = "smp: the norm of the model's gradients"
+            refuse_if_forked(caller, job.boot.rank, job.pid)
+            total = total.to(accelerator_or_cpu())
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(total, op, group=job.torch_groups.by_kind[kind])
+    return total if largest else total.pow(1 / norm_type)
+
+
+def _own_power(parameters: list[Tensor], norm_type: float) -> Tensor:
+    """This rank's part of that norm, to the power of its type; of the maximum itself."""
     counts_here = not state.is_initialized or ranks.tp_rank() == 0
     grads = [
         gradient
@@ -342,17 +451,36 @@ def norm_over_the_model(parameters: list[Tensor], norm_type: float = 2.0) -> Ten
     if grads:
         norms = torch._foreach_norm([wide(grad) for grad in grads], norm_type)
         each = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
-        total = each.max() if largest else each.pow(norm_type).sum()
-    if state.is_initialized:
-        job = state.job("smp.optimizers")
-        kind = owners.group_with_each_element()
-        if len(job.groups[kind]) > 1:
-            caller = "smp: the norm of the model's gradients"
-            refuse_if_forked(caller, job.boot.rank, job.pid)
-            total = total.to(accelerator_or_cpu())
-            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(total, op, group=job.torch_groups.by_kind[kind])
-    return total if largest else total.pow(1 / norm_type)
+        total = each.max() if math.isinf(norm_type) else each.pow(norm_type).sum()
+    return total
+
+
+def _sum_over(kind: str, numbers: Tensor, has_failed: bool = False) -> Tensor:
+    """The sums over a group of ranks, each of which may tell of a failure instead.
+
+    Raises:
+        RuntimeError: a rank has failed; the text names it.
+    """
+    if not state.is_initialized:
+        return numbers
+    job = state.job("smp.optimizers")
+    members = job.groups[kind]
+    if len(members) == 1:
+        return numbers
+    refuse_if_forked("smp.optimizers.FusedLAMB.step", job.boot.rank, job.pid)
+    flags = numbers.new_zeros(len(members))
+    flags[members.index(job.boot.rank)] = has_failed
+    both = torch.cat([numbers, flags]).to(accelerator_or_cpu())
+    dist.all_reduce(both, group=job.torch_groups.by_kind[kind])
+    sums, flags = both.split([len(numbers), len(members)])
+    if failed := [
+        str(rank) for rank, flag in zip(members, flags.tolist(), strict=True) if flag
+    ]:
+        raise RuntimeError(
+            f"smp: optimizer.step() failed on rank {', '.join(failed)}, with an exception told "
+            "there; this rank has updated no parameter, and may go on or load a checkpoint"
+        )
+    return sums
 
 
 def clip_by_the_models_norm(

@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
-    "lamb": lambda p: smp.optimizers.FusedLAMB(p, lr=0.01, max_grad_norm=0.0),
+    "lamb": lambda p: smp.optimizers.FusedLAMB(p, lr=0.01, max_grad_norm=0.1),
 }
 
 
@@ -125,7 +125,7 @@ def test_replicas_with_shards_train_with_the_bits_of_plain_ones(name, half):
 
 @on_ranks(4)
 @pytest.mark.parametrize("half", [{}, {"bf16": True}], ids=["float32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lamb"])
 @pytest.mark.parametrize("kind", ["dp 4", "pp dp", "tp dp"])
 @pytest.mark.sample(7)
 def test_every_kind_of_parallelism_has_the_bits_of_the_job_without_shards(kind, name, half):
@@ -136,14 +136,15 @@ def test_every_kind_of_parallelism_has_the_bits_of_the_job_without_shards(kind, 
 
 @on_ranks(2, 4)
 def test_a_step_sends_as_many_bytes_as_plain_data_parallelism(monkeypatch):
-    sent: list[float] = []
+    sent, counted = 0.0, []
 
     def counting(name: str, factor: int) -> None:
         plain = getattr(torch.distributed, name)
 
         def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            nonlocal sent
             if tensor.is_floating_point():
-                sent[-1] += tensor.nbytes * factor
+                sent += tensor.nbytes * factor
             return plain(tensor, *args, **options)
 
         monkeypatch.setattr(torch.distributed, name, count)
@@ -153,12 +154,16 @@ def test_a_step_sends_as_many_bytes_as_plain_data_parallelism(monkeypatch):
     for sharded in (False, True):
         smp.reset()
         smp.init({"shard_optimizer_state": sharded})
-        sent.append(0)
         model, optimizer = wrapped(OPTIMIZERS["adamw"])
         train(model, optimizer, 0, 2)
-        sent[-1] = 0
-        train(model, optimizer, 2, 3)
-    assert 0 < sent[1] <= sent[0]
+        for trains in (True, False):
+            model.table.requires_grad_(trains)
+            sent = 0
+            train(model, optimizer, 2, 3)
+            counted.append(sent)
+    plain, without_table, shards, shards_without_table = counted
+    assert 0 < shards <= plain
+    assert 0 < shards_without_table <= without_table < plain / 2
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
@@ -384,21 +389,66 @@ def test_another_group_on_one_replica_is_named():
         train_step(model, torch.arange(8))
 
 
-@on_ranks(2)
-def test_an_exception_in_one_share_leaves_all_replicas_alike(monkeypatch):
-    job("dp", shard_optimizer_state=True)
-    model, optimizer = wrapped(OPTIMIZERS["adamw"])
+PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "share": lambda optimizer: (optimizer.sharded, "take_share"),
+    "masters": lambda optimizer: (optimizer.masters, "make"),
+    "changes": lambda optimizer: (optimizer.masters, "follow"),
+    "step": lambda optimizer: (optimizer.optimizer, "step"),
+    "values": lambda optimizer: (optimizer.masters, "give"),
+    "moments": lambda optimizer: (optimizer.optimizer, "_moments"),  # between its all-reduces
+}
+
+
+def check_failing_place(kind: str, name: str, place: str, told: list[int], **half: Any) -> None:
+    """An exception on rank 1 ends the step on the ranks told of it; the next step is right."""
+    job(kind, shard_optimizer_state=True, **half)
+    model, optimizer = wrapped(OPTIMIZERS[name])
     train(model, optimizer, 0, 1)
 
     def fails(*args: Any) -> None:
         raise ValueError("of one share")
 
-    with monkeypatch.context() as patched:
-        if smp.rank() == 1:
-            patched.setattr(optimizer.optimizer, "step", fails)
-            with pytest.raises(ValueError, match="of one share"):
-                train(model, optimizer, 1, 2)
-        else:
+    where, method = PLACES[place](optimizer)
+    before = getattr(where, method)
+    if smp.rank() == 1:
+        setattr(where, method, fails)
+        with pytest.raises(ValueError, match="of one share"):
             train(model, optimizer, 1, 2)
+        setattr(where, method, before)
+    elif smp.rank() in told:
+        with pytest.raises(RuntimeError, match=r"optimizer.step\(\) failed on rank \d"):
+            train(model, optimizer, 1, 2)
+    else:
+        train(model, optimizer, 1, 2)
     train(model, optimizer, 2, 3)
-    assert_same(*smp.allgather(snapshot(model.state_dict()), smp.RDP_GROUP))
+    first, *others = smp.allgather(snapshot(model.state_dict()), smp.RDP_GROUP)
+    for other in others:
+        assert_same(other, first)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [("adamw", {}), ("adafactor", {"bf16": True}), ("sgd", {"fp16": True}), ("lamb", {})],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_exception_in_one_share_is_raised_by_all_replicas_which_stay_alike(
+    name, half, place
+):
+    if place != "moments" or name == "lamb":
+        check_failing_place("dp", name, place, [0], **half)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "name", "place", "told"),
+    [
+        ("dp 4", "adamw", "step", [0, 2, 3]),
+        ("pp dp", "adamw", "step", [3]),  # the same stage of the other replica
+        ("pp dp", "lamb", "step", [0, 2, 3]),
+        ("tp dp", "lamb", "share", [0, 2, 3]),
+        ("tp dp", "lamb", "moments", [0, 2, 3]),
+    ],
+)
+def test_ranks_that_wait_for_the_one_with_the_exception_hear_of_it(kind, name, place, told):
+    check_failing_place(kind, name, place, told)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 import smp
 from smp.data_parallel.buckets import MEGABYTE, make_buckets
 from smp.data_parallel.group import Holders
+from smp.optimizers import FusedLAMB
 from smp.slicing.slices import Slices, mark, slices_of
 from smp.tensor_parallel import group
 from smp.tensor_parallel.backward import step_end
@@ -34,6 +35,7 @@ from tests.models.modules import module_of
 from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, in_float64, split_over_all_ranks
+from tests.test_optimizers import Lamb
 
 VOCABULARY = 61
 
@@ -530,12 +532,12 @@ def test_optimizers_that_take_norms_of_parameters_are_refused():
         )
     ]  # fmt: skip
     named.append(type("Mine", (named[0],), {}))
+    named.append(type("MyLamb", (FusedLAMB,), {}))
     refused = (
         r"scales each .* a slice of 'transformer.h.0.mlp.c_fc.weight', \[.*torch.optim.AdamW"
     )
     for kind in (
-        smp.optimizers.FusedLAMB, smp.optimizers.FusedNovoGrad, torch.optim.Adafactor,
-        torch.optim.Muon, *named,
+        smp.optimizers.FusedNovoGrad, torch.optim.Adafactor, torch.optim.Muon, *named,
     ):  # fmt: skip
         some = whole[1:] if kind is torch.optim.Muon else whole  # it takes matrices alone
         optimizer = smp.DistributedOptimizer(kind(some, lr=0.1))
@@ -545,6 +547,32 @@ def test_optimizers_that_take_norms_of_parameters_are_refused():
         with pytest.raises(NotImplementedError, match=f"{kind.__name__} {refused}"):
             smp.DistributedOptimizer(kind([some[-1], cut], lr=0.1))
     smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"pipeline_parallel_degree": 2}, {"shard_optimizer_state": True}]
+)
+@on_ranks(4, timeout_s=120)
+def test_lamb_has_the_norms_of_whole_parameters_and_of_the_whole_model(config):
+    smp.init({"tensor_parallel_degree": 2, **config})
+    job = WholeJob(
+        small_gpt2(),
+        next_token_loss,
+        lambda rank, step: tokens(rank, step, uneven=False),
+        lambda params: FusedLAMB(params, lr=0.02, weight_decay=0.1, max_grad_norm=0.3),
+    )
+    settings = {"betas": (0.9, 0.999), "eps": 1e-6, "correct": True, "always": False}
+    job.plain_optimizer = Lamb(
+        job.plain.parameters(), lr=0.02, decay=0.1, max_norm=0.3, **settings
+    )
+    for step in range(3):
+        job.optimizer.zero_grad()
+        job.plain_optimizer.zero_grad()
+        job.train(step)
+        assert nn.utils.get_total_norm([p.grad for p in job.plain.parameters()]) > 0.3
+        job.optimizer.step()
+        job.plain_optimizer.step()
+    job.check_parameters()
 
 
 # ------------------------------------------------------------------------------- state

@@ -169,6 +169,12 @@ def _form_kinds(
     return by_kind
 
 
+def device_of_numbers(group: dist.ProcessGroup) -> torch.device:
+    """The place of a group's small tensors: a group made for NCCL alone takes none of hosts."""
+    devices = {device.type for device in group._device_types}
+    return torch.device("cpu" if "cpu" in devices else "cuda")
+
+
 @contextmanager
 def _gloo_on(interface: str | None) -> Iterator[None]:
     """Have gloo listen on one network interface, unless the user named one."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from smp import ranks
 from smp.collectives.objects import refuse_if_forked
+from smp.collectives.torch_process_groups import device_of_numbers
 from smp.pytorch.restore import write
 from smp.sharding.owners import parts_of
 from smp.slicing.slices import slices_of
@@ -112,9 +113,7 @@ class Replicas:
         self.of_slices = Holders(ranks.get_rdp_process_group(), ranks.get_rdp_group())
         self.of_all = Holders(self.group, self.global_ranks)
         self.have_one_rank = ranks.rdp_size() == ranks.size()
-        devices = {device.type for device in self.group._device_types}
-        # For small tensors of numbers; a group made for NCCL alone takes no others.
-        self.control_device = torch.device("cpu" if "cpu" in devices else "cuda")
+        self.control_device = device_of_numbers(self.group)
 
     def numbers(self, *shape: int) -> Tensor:
         """Zeros to exchange, int64."""

@@ -32,6 +32,7 @@ class ShardedOptimizer:
         self._optimizer = optimizer
         self._cuts = rules.updates_by_element(optimizer)
         self._has_warned = False
+        self._updated: set[int] = set()  # ids of the model's parameters, in this step
         self.owners = Owners(self._members, self._may_cut)
 
     def _members(self) -> list[Tensor]:
@@ -110,13 +111,14 @@ class ShardedOptimizer:
             f"{self.owners.imbalance:.2f} times the mean of its elements: it is not known to "
             "update each element by itself, so each parameter has one owner; with an "
             "optimizer of torch.optim as AdamW the shares are even",
-            stacklevel=5,
+            stacklevel=7,
         )
 
     @contextmanager
     def others_hidden(self) -> Iterator[None]:
         """In the block, parameters of other owners have no gradient."""
         hidden = []
+        self._note_updated()
         for members, place, _, part in self._with_parts():
             member = members[place]
             if part is None and member.grad is not None:
@@ -125,8 +127,16 @@ class ShardedOptimizer:
         try:
             yield
         finally:
+            self._note_updated()  # also gradients made by a hook of the optimizer
             for member, gradient in hidden:
                 member.grad = gradient
+
+    def _note_updated(self) -> None:
+        """An optimizer leaves parameters without a gradient alone."""
+        for members, place, _, part in self._with_parts():
+            whole = model_parameter(members[place])
+            if part is not None and whole.grad is not None:
+                self._updated.add(id(whole))
 
     @among_slices
     @torch.no_grad()
@@ -138,9 +148,22 @@ class ShardedOptimizer:
                 whole.grad.zero_()
 
     @among_slices
-    def give_values(self) -> None:
-        """Give all replicas the updated values.  Collective over the RDP_GROUP."""
-        values.give(self.owners.every())
+    def end_step(self, error: Exception | None) -> None:
+        """Give all replicas the updated values.  Collective over the RDP_GROUP.
+
+        Args:
+            error: of this rank's update; the others get its values as they are.
+
+        Raises:
+            Exception: ``error``.
+            RuntimeError: of another rank's update; the text names the rank.
+        """
+        every, updated = self.owners.every(), self._updated
+        self._updated = set()
+        failed, flags = values.agree(error is not None, [id(p) in updated for p, _ in every])
+        values.give(one for one, flag in zip(every, flags, strict=True) if flag)
+        if failed:
+            values.raise_failure(error, failed)
 
     def own(self, by_number: Mapping[Any, Any]) -> dict[Any, Any]:
         """The entries of a state of whole parameters that this rank keeps, as it keeps them."""

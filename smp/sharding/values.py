@@ -1,7 +1,7 @@
 """Updated values on their way from the owners to the other replicas, in buckets."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp import ranks
+from smp.collectives import objects
 from smp.collectives.objects import refuse_if_forked
+from smp.collectives.torch_process_groups import device_of_numbers
+from smp.ranks import CommGroup
 from smp.sharding.owners import Parts
 from smp.state_mod import state
 
@@ -21,6 +24,53 @@ _CALLER = "smp.DistributedOptimizer.step"
 class _Bucket(NamedTuple):
     owner: int  # rdp_rank
     pieces: list[Tensor]  # of one dtype and device
+
+
+def agree(has_failed: bool, updated: Sequence[bool]) -> tuple[list[int], list[bool]]:
+    """The rdp_ranks with a failure, and the parameters with an update on any replica.
+
+    Collective over the RDP_GROUP.
+
+    Args:
+        has_failed: whether this rank's update has.
+        updated: by parameter, whether this rank has updated it.
+    """
+    job = state.job(_CALLER)
+    refuse_if_forked(_CALLER, job.boot.rank, job.pid)
+    group = ranks.get_rdp_process_group()
+    failed = [has_failed and rank == ranks.rdp_rank() for rank in range(ranks.rdp_size())]
+    flags = torch.tensor([*failed, *updated], dtype=torch.int32, device="cpu")
+    flags = flags.to(device_of_numbers(group))
+    dist.all_reduce(flags, group=group)
+    found = flags.bool().tolist()
+    return [rank for rank, flag in enumerate(found[: len(failed)]) if flag], found[
+        len(failed) :
+    ]
+
+
+def raise_failure(error: Exception | None, failed: Sequence[int]) -> None:
+    """Raise on every replica.  Collective over the RDP_GROUP.
+
+    Args:
+        error: of this rank's update.
+        failed: the rdp_ranks with one.
+
+    Raises:
+        Exception: ``error``.
+        RuntimeError: another rank has one; the text names the rank, and has its exception.
+    """
+    own = "" if error is None else f"{type(error).__name__}: {error}"
+    texts = objects.gather_bytes(_CALLER, CommGroup.RDP_GROUP, own.encode())
+    if error is not None:
+        raise error
+    members = ranks.get_rdp_group()
+    first, *others = (f"rank {members[rank]} (rdp_rank {rank})" for rank in failed)
+    also = f", and on {', '.join(others)}" if others else ""
+    raise RuntimeError(
+        f"smp: optimizer.step() failed on {first}{also}, with {texts[failed[0]].decode()}; its "
+        "share of the parameters has no update, or a part of it, and the other shares have "
+        "theirs: the replicas have equal values, and may go on or load a checkpoint"
+    )
 
 
 def give(parameters: Iterable[tuple[Tensor, Parts]]) -> None:
