@@ -104,7 +104,7 @@ print("came through", flush=True)
 @pytest.mark.stress
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
 @pytest.mark.parametrize("limit", [40, 44, 48])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_job_with_few_descriptors_says_so_and_the_next_one_tidies_up(
     script, limit, transports
 ):
