@@ -199,8 +199,10 @@ def test_a_sparse_all_reduce_is_called_so(tmp_path):
         dist.all_reduce(torch.ones(4).to_sparse(1))  # three operations
         dist.all_gather_into_tensor(torch.empty(136), torch.empty(68))
         if rank == 0:
-            dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
-            late = refused(lambda: dist.all_reduce(torch.ones(4).to_sparse(1)))
+            options = dist.AllreduceOptions()
+            options.timeout = timedelta(seconds=0.5)
+            call = partial(dist.group.WORLD.allreduce, [torch.ones(4).to_sparse(1)], options)
+            late = refused(call)
             assert "group '0': sparse all-reduce 6 (sum): timed out after " in late
             assert "without rank 1" in late
         store = dist.distributed_c10d._get_default_store()
