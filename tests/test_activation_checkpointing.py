@@ -73,6 +73,7 @@ def hooked(stack: Stack) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
 @pytest.mark.parametrize("with_hooks", [False, True])
+@pytest.mark.sample(6)
 def test_gradients_are_those_without_checkpointing(strategy, pipeline, with_hooks):
     """With dropout, local and remote children; the layers run twice."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": pipeline})

@@ -119,6 +119,9 @@ def test_how_replicas_differ_is_said_whichever_has_more():
     longer = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + other)))
     with pytest.raises(ReplicasDiffer, match=r"dp_rank 1 .* '1.weight' \[2, 2\] float32, w"):
         smp.DistributedModel(longer)
+    biased = nn.Linear(2, 3, bias=not other)
+    with pytest.raises(ReplicasDiffer, match=r"dp_rank 1 .* no 'bias' \[3\] float32"):
+        smp.DistributedModel(biased)
     wide = nn.Linear(2, 2, dtype=torch.float64 if other else torch.float32)
     with pytest.raises(ReplicasDiffer, match=r"'weight' \[2, 2\] float64, not 'weight'.*32$"):
         smp.DistributedModel(wide)

@@ -318,10 +318,15 @@ def check_split_blocks(way: str, odd: tuple[int, ...], pp_size: int) -> None:
 
 @on_ranks(4)
 @pytest.mark.sample(12)
-@pytest.mark.parametrize("odd", [(0, 1), (1,)], ids=["", "on one tp_rank"])
 @pytest.mark.parametrize("way", ALONE)
-def test_split_blocks_are_chains_on_all_tp_ranks_or_on_none(way, odd):
-    check_split_blocks(way, odd, 2)
+def test_split_blocks_are_chains_on_all_tp_ranks_or_on_none(way):
+    check_split_blocks(way, (1,), 2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("way", ["plain", "changes"])
+def test_split_blocks_whose_tp_ranks_go_the_same_way(way):
+    check_split_blocks(way, (0, 1), 2)
 
 
 @on_ranks(4)
@@ -650,6 +655,7 @@ OF_TRANSFORMERS = {
 
 
 @on_ranks(2)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("cache", [False, True], ids=["", "with a cache"])
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_blocks_of_transformers_are_chains_with_the_same_bits(name, cache):

@@ -536,7 +536,7 @@ def test_ranks_may_write_the_same_file(tmp_path):
 
 @KINDS
 @pytest.mark.parametrize("tags", ["same", "other"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_crash_at_any_point_leaves_a_whole_checkpoint(partial, tags, tmp_path):
     """The process ends at its first, second, third ... write until it gets through."""
     kind = "partial" if partial else "full"

@@ -260,15 +260,6 @@ def test_a_list_or_set_that_changes_while_it_is_packed_is_an_error(shared, chang
         pack(things)
 
 
-def test_values_nested_too_deeply_are_refused_by_name():
-    deep: list = []
-    for _ in range(1000):
-        deep = [deep]
-
-    with pytest.raises(RecursionError, match="nested deeper than"):
-        pack(deep)
-
-
 # ----------------------------------------------------------------------- tensors
 
 

@@ -5,6 +5,7 @@ Ranks go by torch's global numbers, whatever the group's backend and its members
 
 import os
 import re
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -101,7 +102,17 @@ def test_the_ranks_of_a_group_go_by_their_global_numbers(tmp_path, monkeypatch):
             other = torch.empty(4, dtype=torch.int32)
             error = refused(lambda: dist.recv(other, 3, group, tag=1))
             assert f"receive (tag 1) from rank 3: {sent}" in error
+            group.set_timeout(timedelta(seconds=60))
+            with stderr_in(tmp_path / "reports") as reports:
+                late = threading.Thread(target=dist.recv, args=(torch.ones(5), 3, group, 2))
+                late.start()
+                while "receive (tag 2) from rank 3; for" not in reports():
+                    os.sched_yield()
         dist.barrier()
+        if rank == 3:
+            dist.send(torch.ones(5), 2, group, tag=2)
+        if rank == 2:
+            late.join()
 
 
 @on_ranks(4)
@@ -188,8 +199,10 @@ def test_a_sparse_all_reduce_is_called_so(tmp_path):
         dist.all_reduce(torch.ones(4).to_sparse(1))  # three operations
         dist.all_gather_into_tensor(torch.empty(136), torch.empty(68))
         if rank == 0:
-            dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
-            late = refused(lambda: dist.all_reduce(torch.ones(4).to_sparse(1)))
+            options = dist.AllreduceOptions()
+            options.timeout = timedelta(seconds=0.5)
+            call = partial(dist.group.WORLD.allreduce, [torch.ones(4).to_sparse(1)], options)
+            late = refused(call)
             assert "group '0': sparse all-reduce 6 (sum): timed out after " in late
             assert "without rank 1" in late
         store = dist.distributed_c10d._get_default_store()

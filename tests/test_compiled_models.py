@@ -125,7 +125,7 @@ CASES = [(way, "") for way in WAYS] + [
 
 
 @pytest.mark.parametrize(("before", "after"), CASES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @on_ranks(2, timeout_s=120)
 def test_a_compiled_model_that_is_split_equals_the_plain_one(before, after):
     smp.init({"tensor_parallel_degree": 2})
@@ -135,23 +135,20 @@ def test_a_compiled_model_that_is_split_equals_the_plain_one(before, after):
     check(net, before, after)
 
 
-@pytest.mark.parametrize(("before", "after"), CASES)
-@pytest.mark.sample(1)
+@pytest.mark.stress
 @on_ranks(4, timeout_s=240)
-def test_likewise_in_a_pipeline(before, after):
+def test_likewise_in_a_pipeline():
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "microbatches": 2})
     in_float64(3)
     with smp.tensor_parallelism():
         net = Net()
-    check(net, before, after)
+    check(net, "a part", "")
 
 
-@pytest.mark.parametrize(("before", "after"), [("a part", ""), ("", "a part in place")])
-@pytest.mark.sample(1)
 @on_ranks(2, timeout_s=120)
-def test_regions_are_compiled_between_their_collectives(before, after):
+def test_regions_are_compiled_between_their_collectives():
     smp.init({"tensor_parallel_degree": 2})
     in_float64(3)
     with smp.tensor_parallelism():
         net = Blocks()
-    check(net, before, after)
+    check(net, "", "a part in place")

@@ -206,6 +206,11 @@ def test_a_receive_keeps_its_tensor():
         (torch.ones(4), torch.ones(4).int(), "4 float32, rank 11 wants 4 int32"),
         (torch.ones(2, dtype=torch.complex64), torch.ones(4), "2 complex64, .* 4 float32"),
         (torch.ones(2).to(torch.int16), torch.ones(2).to(torch.uint16), "2 int16, .* 2 uint16"),
+        (
+            torch.ones(2).to(torch.float8_e4m3fn),
+            torch.ones(2).to(torch.float8_e5m2),
+            "2 float8_e4m3fn, .* 2 float8_e5m2",
+        ),
     ],
 )
 def test_a_message_of_another_kind_says_both(sent, wanted, words):

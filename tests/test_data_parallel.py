@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import smp
 from smp.data_parallel.group import ReplicasDiffer
@@ -194,7 +193,7 @@ def test_random_trees_on_two_pipelines_equal_the_average_of_the_cut_loops(placem
     )
     first = random.Random(placement + pipeline).randrange(10**6)
     options = [{}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}]
-    for seed in range(first, first + 5):
+    for seed in range(first, first + 3):
         check_tree(seed, 3, options[seed % 3])
 
 
@@ -342,71 +341,6 @@ def test_a_model_that_was_let_go_counts_on_no_rank():
         gc.enable()
 
 
-class Checkpointed(nn.Module):
-    """A reentrant checkpoint around a layer that is used outside it, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.stem = nn.Linear(WIDTH, WIDTH)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, times: int = 2) -> Tensor:
-        x = self.layer(self.stem(x))
-        for _ in range(times):
-            x = checkpoint(self.layer, torch.tanh(x), use_reentrant=True)
-        return x
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-@on_ranks(2)
-def test_a_gradient_that_grows_after_its_bucket_was_sent_is_sent_again(in_step):
-    """A reentrant checkpoint accumulates in the middle of backward, several times."""
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(Checkpointed(), bucket_cap_mb=1e-5)
-    x = batch_of(smp.dp_rank())
-
-    if in_step:
-        smp.step(mean_loss)(model, x)
-    else:
-        model(x).square().mean().backward()
-
-    want = of_replicas(Checkpointed)
-    assert_same_bits(local_gradients(model), want)
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-@pytest.mark.parametrize("cap_mb", [1e-5, 25])
-@on_ranks(2)
-def test_a_gradient_that_grows_more_often_than_before_is_sent_again_by_itself(cap_mb, in_step):
-    """On all replicas or on one, with others in its bucket or without, added up or not."""
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(Checkpointed(), bucket_cap_mb=cap_mb)
-    replicas = [Checkpointed(), Checkpointed()]
-
-    @smp.step
-    def step(model: nn.Module, x: Tensor, times: int) -> None:
-        model.backward(model(x, times).square().mean())
-
-    for number, (times, zero) in enumerate(
-        [([1, 1], True), ([3, 3], True), ([1, 4], True), ([5, 0], False), ([2, 2], False)]
-    ):
-        for net in (model, *replicas) if zero else ():
-            net.zero_grad()
-        x, mine = batch_of(smp.rank(), number), times[smp.rank()]
-        if in_step:
-            step(model, x, mine)
-        else:
-            model(x, mine).square().mean().backward()
-        for rank, replica in enumerate(replicas):
-            replica(batch_of(rank, number), times[rank]).square().mean().backward()
-        want = averaged(replicas)
-        assert_close(local_gradients(model), want, 1e-6)
-        for replica in replicas:
-            for name, parameter in replica.named_parameters():
-                parameter.grad = want[name].clone()
-
-
 # --------------------------------------------------------------------- unused, accumulated
 
 
@@ -543,29 +477,6 @@ def test_backward_passes_per_step_exchanges_every_second_time(in_step):
                 parameter.grad = want[name].clone()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@on_ranks(2)
-def test_sparse_gradients_are_averaged(backend):
-    smp.init({"ddp": True, "ddp_dist_backend": backend})
-    torch.manual_seed(4)
-    module = nn.Sequential(nn.Embedding(10, WIDTH, sparse=True), nn.Linear(WIDTH, 2))
-    replicas = [copy.deepcopy(module) for _ in range(2)]
-    tokens = [torch.tensor([[1, 2, 2]]), torch.tensor([[2, 7, 9]])]
-    model = smp.DistributedModel(module)
-
-    smp.step(mean_loss)(model, tokens[smp.dp_rank()])
-
-    for replica, ids in zip(replicas, tokens, strict=True):
-        replica(ids).square().mean().backward()
-    table = model.get_parameter("0.weight").grad
-    want = (replicas[0][0].weight.grad + replicas[1][0].weight.grad).to_dense() / 2
-    assert table.is_sparse and torch.equal(table.to_dense(), want)
-    assert torch.equal(
-        model.get_parameter("1.bias").grad,
-        (replicas[0][1].bias.grad + replicas[1][1].bias.grad) / 2,
-    )
-
-
 # ------------------------------------------------------------- parameters and buffers alike
 
 
@@ -695,18 +606,6 @@ def test_a_gradient_that_the_script_keeps_is_not_written_again():
 
 
 @on_ranks(2)
-def test_replicas_with_different_models_are_refused():
-    """The error names the first difference, on every replica."""
-    smp.init({"ddp": True})
-    second = nn.Linear(7, 3 + smp.rank())
-    with pytest.raises(ReplicasDiffer, match=r"dp_rank 1 .*'1.weight' \[4, 7\].*not.*\[3, 7\]"):
-        smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, 7), second))
-    second = nn.Linear(7, 3, bias=smp.rank() == 0)  # what the ranks say differs in length
-    with pytest.raises(ReplicasDiffer, match=r"dp_rank 1 .* no '1.bias' \[3\] float32"):
-        smp.DistributedModel(nn.Sequential(nn.Linear(WIDTH, 7), second))
-
-
-@on_ranks(2)
 def test_replicas_that_freeze_different_parameters_are_refused():
     """Noticed in the step, before any gradient is sent; the next step works."""
     smp.init({"ddp": True})
@@ -778,9 +677,9 @@ def test_a_backward_in_evaluation_mode_averages_gradients_and_leaves_buffers():
 
 
 @pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook"])
-@on_ranks(2, 4)
-def test_hooks_made_for_ddp_exchange_the_gradients(name):
-    smp.init({"pipeline_parallel_degree": smp.job.bootstrap.mpi_size() // 2, "ddp": True})
+@on_ranks(4)
+def test_hooks_made_for_ddp_exchange_the_gradients_of_a_pipeline(name):
+    smp.init({"pipeline_parallel_degree": 2, "ddp": True})
     model = smp.DistributedModel(plain_model(), bucket_cap_mb=1e-4)
     model.register_comm_hook(smp.get_dp_process_group(), getattr(default_hooks, name))
 
@@ -984,35 +883,6 @@ def test_replicas_with_fewer_batches_join_the_others(by_all, backend):
             parameter.grad /= 2 if by_all else len(left)
         sgd.step()
     assert_close(dict(model.local_named_parameters()), dict(reference.named_parameters()), 1e-6)
-
-
-@on_ranks(2)
-def test_join_outside_a_step():
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(plain_model())
-    seen = 0
-    with model.join():
-        for number in range(1 + smp.rank()):
-            model(batch_of(smp.rank(), number)).sum().backward()
-            seen += 1
-    assert seen == 1 + smp.rank()
-    replicas = [plain_model(), plain_model()]
-    for rank, replica in enumerate(replicas):
-        replica(batch_of(rank)).sum().backward()
-    if smp.rank() == 0:
-        assert_same_bits(local_gradients(model), averaged(replicas))
-
-
-@on_ranks(2)
-def test_join_can_stop_at_the_first_that_ran_out():
-    smp.init({"ddp": True})
-    model = smp.DistributedModel(plain_model())
-    with (
-        pytest.raises(RuntimeError, match="dp_rank 0 ran out of inputs"),
-        model.join(throw_on_early_termination=True),
-    ):
-        for number in range(1 + smp.rank()):
-            smp.step(mean_loss)(model, batch_of(smp.rank(), number))
 
 
 @on_ranks(2)

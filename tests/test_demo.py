@@ -50,7 +50,7 @@ def test_its_model_split_over_two_ranks_equals_the_plain_one():
 
 
 @pytest.mark.skipif(accelerator.compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("more", ["--tensor-parallel=1", "--tensor-parallel=2", "--bf16"])
+@pytest.mark.parametrize("more", ["--tensor-parallel=2", "--bf16"])
 def test_on_an_accelerator_it_trains_and_writes_to_its_end(more, tmp_path):
     accelerator.build()
     script = tmp_path / "on_accelerator.py"

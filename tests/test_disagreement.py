@@ -14,7 +14,7 @@ from smp.execution.first_step import PartitionMismatch
 from smp.job.collective_calls import CallMismatch
 from smp.partitioning.partition import Partition
 from tests.models.modules import module_of
-from tests.ranks import mpirun, on_ranks
+from tests.ranks import on_ranks
 
 WIDTH = 4
 
@@ -144,60 +144,6 @@ def test_a_rank_that_would_apply_another_partition_is_named():
         Partition.from_bytes = read
 
 
-CONFIGS = {
-    "microbatches": (1, 2),
-    "memory_weight": (0.8, 0.3),
-    "pipeline": ("simple", "interleaved"),
-    "active_microbatches": (1, 2),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("key", CONFIGS)
-def test_a_rank_with_another_configuration_is_named(key):
-    values = CONFIGS[key]
-    mine = {"pipeline_parallel_degree": 2, "microbatches": 2, key: values[smp_rank()]}
-
-    with pytest.raises(smp.ConfigError) as caught:
-        smp.init(mine)
-
-    for rank, value in enumerate(values):
-        assert f"{key}={value!r} on rank {rank}" in str(caught.value)
-
-
-def smp_rank() -> int:
-    """This rank before ``smp.init``."""
-    from smp.job import bootstrap
-
-    return bootstrap.connect().rank
-
-
-def evaluate(model, x):
-    return model(x).sum()
-
-
-@on_ranks(2)
-def test_ranks_that_run_different_step_functions_are_told_so():
-    """They are noticed by name; so is a model in another mode, or other frozen parameters."""
-    smp.init({"pipeline_parallel_degree": 2})
-    model = smp.DistributedModel(Net())
-    x = torch.randn(2, WIDTH)
-    step = smp.step(train)
-    step(model, x)
-
-    with pytest.raises(RuntimeError, match="pp_rank 0 runs train .*pp_rank 1 runs evaluate"):
-        (step if smp.rank() == 0 else smp.step(evaluate))(model, x)
-    model.train(smp.rank() == 0)
-    with pytest.raises(RuntimeError, match=r"pp_rank 0 runs .*training.*pp_rank 1 runs .*eval"):
-        step(model, x)
-    model.train()
-    model.module.second.requires_grad_(smp.rank() == 0)
-    with pytest.raises(RuntimeError, match=r"6 of 6 .*require grad.*4 of 6 .*require grad"):
-        step(model, x)
-    model.module.second.requires_grad_(True)
-    step(model, x)
-
-
 # ------------------------------------------------------------------- different calls
 
 
@@ -259,27 +205,3 @@ def smp_size() -> int:
     from smp.job import bootstrap
 
     return bootstrap.connect().size
-
-
-ONLY_SOME = """
-import smp
-
-smp.init()
-for epoch in range(3):
-    if smp.rank() == 0 and epoch == 1:
-        smp.barrier()
-    print(smp.allgather(epoch, smp.WORLD), flush=True)
-print("finished")
-"""
-
-
-def test_a_call_that_only_some_ranks_make_ends_the_job_with_both_lines(script):
-    done = mpirun(2, script(ONLY_SOME))
-
-    said = done.stdout + done.stderr
-    assert done.returncode != 0 and "finished" not in said
-    assert re.search(
-        r"CallMismatch: .*rank 0: smp.barrier \(call 2 of WORLD, .*train.py:7\); "
-        r"rank 1: smp.allgather \(call 2 of WORLD, .*train.py:8\)",
-        said,
-    ), said

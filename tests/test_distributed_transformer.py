@@ -158,6 +158,7 @@ def test_masks_of_one_shape_are_of_each_ranks_own_samples(optimize):
 
 
 @pytest.mark.stress
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("masks", ["all", "no"])
 @pytest.mark.parametrize("kind", LAYERS)
 @on_ranks(3, 4)

@@ -67,7 +67,9 @@ def test_there_are_whole_scripts():
     }
 
 
-@pytest.mark.parametrize("text", whole_scripts())
+@pytest.mark.parametrize(
+    "text", [one for one in whole_scripts() if "quickstart" not in str(one.id)]
+)
 def test_a_whole_script_runs_on_two_ranks(text, script):
     done = mpirun(2, script(text))
 
@@ -77,11 +79,10 @@ def test_a_whole_script_runs_on_two_ranks(text, script):
 
 def test_the_first_script_prints_the_same_losses_on_any_number_of_ranks(script):
     [text] = [b for b in python_blocks("docs/quickstart.md") if b.startswith("import torch")]
-    one, two = (
-        re.findall(r"^\d+ [\d.]+$", mpirun(ranks, script(text)).stdout, re.M)
-        for ranks in (1, 2)
-    )
+    done = [mpirun(ranks, script(text)) for ranks in (1, 2)]
+    one, two = (re.findall(r"^\d+ [\d.]+$", each.stdout, re.M) for each in done)
 
+    assert not any(each.returncode or each.stderr for each in done), done
     assert len(one) == 4 and one == two
 
 

@@ -144,7 +144,7 @@ def every_order(function: Callable) -> Callable:
     return pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5])(function)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @on_ranks(2, 3, 4, timeout_s=100 * SEEDS)
 @every_order
 def test_random_trees_equal_the_cut_loop(schedule, microbatches):
@@ -152,7 +152,7 @@ def test_random_trees_equal_the_cut_loop(schedule, microbatches):
     check_trees(2 * SEEDS, schedule, microbatches)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @on_ranks(2, 3, 4, timeout_s=100 * SEEDS)
 @every_order
 @pytest.mark.parametrize("transport", ["shm", "mpi"])
@@ -183,16 +183,27 @@ def test_on_an_accelerator(device, schedule, microbatches):
         assert accelerator.late_copies() > 0, "no copy was late: nothing was tried"
 
 
-@pytest.mark.sample(3)
-@on_ranks(2, 3, timeout_s=100 * SEEDS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("device", DEVICES[1:])
-def test_on_gpus_of_one_host(device, schedule, microbatches):
-    """... and when tensors go from GPU to GPU, through device pools."""
+def check_on_gpus(device: str, schedule: str, microbatches: int) -> None:
     if device == accelerator.NAME:
         accelerator.use_driver()
 
     check_trees(2 * SEEDS, schedule, microbatches, delays=True, device=device)
     sent = smp.allgather(_core.counters()["device_tensors"], smp.WORLD)
     assert sum(sent) > 0, "no tensor was in a device pool: nothing was tried"
+
+
+@pytest.mark.sample(2)
+@on_ranks(2, timeout_s=100 * SEEDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_on_gpus_of_one_host(device, schedule, microbatches):
+    """... and when tensors go from GPU to GPU, through device pools."""
+    check_on_gpus(device, schedule, microbatches)
+
+
+@pytest.mark.stress
+@on_ranks(3, timeout_s=100 * SEEDS)
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_on_three_gpus_of_one_host(device):
+    check_on_gpus(device, "interleaved", 3)

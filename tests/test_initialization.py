@@ -24,7 +24,6 @@ from tests.ranks import (
     job,
     mpirun,
     on_ranks,
-    rank_environment,
     torchrun,
     wait_until_gone,
 )
@@ -389,26 +388,15 @@ def test_a_failed_init_can_be_repeated():
     assert smp.pp_size() == 2
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_a_difference_between_the_configurations_is_named_on_every_rank():
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 
     with pytest.raises(
         smp.ConfigError,
-        match=r"differ: microbatches=2 on rank 0; microbatches=3 on rank 1;",
+        match=r"differ: microbatches=2 on ranks 0, 1, 3; microbatches=3 on rank 2;",
     ):
-        smp.init({"microbatches": 2 + rank, "optimize": ["speed", "memory"][rank]})
-
-
-@on_ranks(4)
-def test_a_difference_lists_the_ranks_of_each_value():
-    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-
-    with pytest.raises(
-        smp.ConfigError,
-        match=r"skip_tracing=False on ranks 0, 1, 3; skip_tracing=True on rank 2",
-    ):
-        smp.init({"skip_tracing": rank == 2})
+        smp.init({"microbatches": 2 + (rank == 2), "skip_tracing": rank == 1})
 
 
 @on_ranks(2)
@@ -643,7 +631,6 @@ while len(list(folder.glob("started *"))) < 2:
     threading.Event().wait(0.01)
 """
 FAILING = {
-    "while the other waits in torch": "dist.barrier() if smp.rank() == 0 else int('x')",
     "while the other waits in MPI": (
         "from mpi4py import MPI\nMPI.COMM_WORLD.recv(source=1) if smp.rank() == 0 else int('x')"
     ),
@@ -701,65 +688,6 @@ def test_what_needs_no_traceback_is_said_in_one_line(script_with, body, line):
     assert len(re.findall("ConfigError|interrupted", done.stderr)) == 1, done.stderr
 
 
-def test_a_lone_rank_needs_no_traceback_for_its_configuration_either(script):
-    path = script("import smp\nsmp.init({'pipeline_parallel_degree': 2})\n")
-
-    done = subprocess.run(
-        [sys.executable, path], env=rank_environment(), capture_output=True, text=True
-    )
-
-    assert done.returncode == 1
-    [said] = done.stderr.splitlines()
-    assert said.startswith("smp: ConfigError: pipeline_parallel_degree=2 ")
-    assert "mpirun -np N python" in said and said.endswith(f"(at {path}:2)")
-
-
-def test_a_lone_rank_s_other_exceptions_are_python_s(script):
-    done = subprocess.run(
-        [sys.executable, script("import smp\nsmp.init()\nint('x')\n")],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-    )
-
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback") and "smp:" not in done.stderr
-
-
-END_WHEN_BOTH_HAVE_TOLD = """
-from smp.job import (job_end)
-def end(*given, end=job_end.end_all_ranks):
-    (folder / f"told {smp.rank()}").touch()
-    while len(list(folder.glob("told *"))) < 2:
-        threading.Event().wait(0.01)
-    end(*given)
-job_end.end_all_ranks = end
-"""
-
-
-def test_what_differs_between_ranks_is_said_by_each(script_with):
-    body = BOTH_HAVE_STARTED + END_WHEN_BOTH_HAVE_TOLD
-    done = mpirun(2, script_with(body + 'raise smp.ConfigError(f"of {smp.rank()}")'))
-
-    assert done.returncode != 0
-    assert re.search("ConfigError: of 0", done.stderr), done.stderr
-    assert re.search("ConfigError: of 1", done.stderr), done.stderr
-
-
-def test_a_thread_that_has_nothing_to_do_with_other_ranks_may_fail(script_with):
-    body = """
-thread = threading.Thread(target=lambda: int("x"))
-thread.start()
-thread.join()
-dist.barrier()
-print("finished", flush=True)
-"""
-    done = mpirun(2, script_with(body))
-
-    assert done.returncode == 0
-    assert done.stdout.count("finished") == 2
-
-
 def test_an_exit_code_ends_the_job(script_with):
     ends = "dist.barrier() if smp.rank() == 0 else sys.exit(3)"
     done = mpirun(2, script_with(BOTH_HAVE_STARTED + ends))
@@ -776,7 +704,8 @@ if smp.rank() == 1:
 try:
     smp.recv_from(1, smp.RankType.WORLD_RANK)
 except ConnectionError as error:
-    assert "rank 1 is gone" in str(error)
+    said = "smp.recv_from(1, RankType.WORLD_RANK): receiving from rank 1: rank 1 is gone"
+    assert f"PeerLost: smp: {said} (its process" in f"{type(error).__name__}: {error}"
 print("rank 0 is done", flush=True)
 """
     done = mpirun(2, script_with(body))
@@ -800,6 +729,7 @@ def started(process: subprocess.Popen) -> list[int]:
 @pytest.mark.parametrize("body", ["dist.barrier()", "threading.Event().wait()"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("to", ["mpirun", "rank 1"])
+@pytest.mark.sample(2)
 def test_a_signal_ends_the_job(script_with, body, name, to):
     body = f"{body} if smp.rank() == 0 else threading.Event().wait()"
     with job(2, script_with(body)) as process:
@@ -818,18 +748,6 @@ def no_process_of(output: str) -> bool:
     assert len(pids) == 2
     wait_until_gone(pids)
     return True
-
-
-def test_nothing_is_installed_at_a_prompt(script):
-    """In an interactive session an exception is an answer, not an end."""
-    path = script(
-        "import sys\nsys.ps1 = '>>> '\nhook = sys.excepthook\nimport smp\nsmp.init()\n"
-        "assert sys.excepthook is hook\nprint('same hook')\n"
-    )
-
-    done = mpirun(2, path)
-
-    assert done.stdout.count("same hook") == 2, done.stderr
 
 
 @on_ranks(4)

@@ -218,7 +218,8 @@ def test_hooks_that_a_script_has_put_around_ours_are_left_alone(begin, monkeypat
 
 
 @pytest.mark.parametrize("how", ["prompt", "flag", "notebook", "script"])
-def test_a_prompt_or_a_notebook_is_interactive(how, monkeypatch):
+def test_at_a_prompt_or_in_a_notebook_an_exception_is_an_answer(how, monkeypatch):
+    """... and not an end: no hook is there."""
     monkeypatch.delattr(sys, "ps1", raising=False)
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     if how == "prompt":
@@ -227,7 +228,12 @@ def test_a_prompt_or_a_notebook_is_interactive(how, monkeypatch):
         monkeypatch.setattr(sys, "flags", SimpleNamespace(interactive=1))
     elif how == "notebook":
         monkeypatch.setitem(sys.modules, "ipykernel", job_end)
-    assert job_end.is_interactive() is (how != "script")
+    watch = Rank(2).watch
+    watch.start()
+    try:
+        assert (sys.excepthook == sys.__excepthook__) is (how != "script")
+    finally:
+        watch.stop()
 
 
 @pytest.mark.parametrize("stream", [None, "closed", "open"])
@@ -343,7 +349,21 @@ def test_a_thread_of_a_forked_child_ends_nothing(begin, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "module, took", [("smp", True), ("smp.x", True), ("smp_of_mine", False), ("torch", False)]
+    ("module", "took"),
+    [
+        ("smp", True),
+        ("smp.execution.steps", True),
+        ("smpeg", False),
+        ("torch.distributed", True),
+        ("torch.distributed.distributed_c10d", True),
+        ("torch.distributed_tools", False),
+        ("torch", False),
+        ("torch.distributions", False),
+        ("mpi4py", True),
+        ("mpi4py.MPI", True),
+        ("__main__", False),
+        (None, False),
+    ],
 )
 def test_who_waits_for_other_ranks_is_in_a_module_that_does(module, took):
     code: dict[str, Any] = {"__name__": module}

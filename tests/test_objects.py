@@ -21,7 +21,7 @@ from smp import _core
 from smp.collectives import objects
 from smp.collectives.objects import Parcel, Spec
 from smp.job import bootstrap, collective_calls
-from tests.ranks import mpirun, on_ranks
+from tests.ranks import on_ranks
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -353,22 +353,6 @@ def test_one_rank_is_a_group_too():
     smp.broadcast(1, smp.PP_GROUP)
     smp.barrier()
     smp.reset()
-
-
-def test_a_receiver_is_told_that_the_sender_has_ended(script):
-    path = script(
-        "import smp, sys\n"
-        "smp.init()\n"
-        "if smp.rank() == 0: smp.recv_from(1, smp.RankType.WORLD_RANK)\n"
-    )
-
-    done = mpirun(2, path)
-
-    assert done.returncode != 0
-    assert (
-        "PeerLost: smp: smp.recv_from(1, RankType.WORLD_RANK): receiving from rank 1: "
-        "rank 1 is gone (its process ended or was killed)" in done.stderr
-    ), done.stderr
 
 
 @st.composite

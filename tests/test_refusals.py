@@ -125,7 +125,7 @@ def test_a_backward_hook_of_the_older_kind_is_refused_on_the_caller():
 
 
 @on_ranks(2)
-def test_ranks_with_models_in_different_modes_say_in_which():
+def test_ranks_with_models_in_different_modes_or_other_steps_say_in_which():
     model, other = make(), wrap()
 
     @smp.step
@@ -143,6 +143,9 @@ def test_ranks_with_models_in_different_modes_say_in_which():
     with pytest.raises(RuntimeError, match=told):
         both(torch.ones(2, WIDTH))
     other.eval()
+    told = r"pp_rank 0 runs .*both .*pp_rank 1 runs train"
+    with pytest.raises(RuntimeError, match=told):
+        both(torch.ones(2, WIDTH)) if smp.pp_rank() == 0 else train(model, torch.ones(2, WIDTH))
     both(torch.ones(2, WIDTH))
 
 

@@ -12,7 +12,7 @@ import pytest
 import smp
 from smp.saving import saved_files
 from tests.models.trained import Run, init
-from tests.ranks import call_on_ranks, job, on_ranks, rank_environment
+from tests.ranks import on_ranks, rank_environment
 from tests.test_checkpoints import KINDS, listed, save
 
 
@@ -108,37 +108,3 @@ def test_a_full_file_system_is_said_and_leaves_no_half_file(tmp_path):
     assert done.stdout == ("[Errno 28] No space left on device: 'large'\n['small'] 1000\n"), (
         done.stderr
     )
-
-
-KILLED = """
-import os, sys
-import smp, torch
-from tests.models.trained import Run, init
-init(2)
-run = Run("sgd")
-run.train(0, 1)
-smp.save_checkpoint(sys.argv[1], "old", model=run.model, user_content=1)
-real = os.fsync
-def die(fd):
-    if smp.rank() == 1:
-        os.kill(os.getpid(), 9)
-    return real(fd)
-os.fsync = die
-smp.save_checkpoint(sys.argv[1], "new", model=run.model, user_content=2)
-"""
-
-
-def test_a_rank_killed_while_it_writes_leaves_the_previous_checkpoint(tmp_path, script):
-    with job(2, script(KILLED), tmp_path / "saved") as running:
-        assert running.wait(60) != 0
-
-    assert (tmp_path / "saved" / "newest").read_text() == "old_partial"
-    assert call_on_ranks(2, _resume, tmp_path / "saved") == [1, 1]
-
-
-def _resume(path: Path) -> int:
-    init(2)
-    run = Run("sgd")
-    content = smp.resume_from_checkpoint(path)
-    run.evaluate()
-    return content

@@ -299,7 +299,7 @@ def test_parameters_frozen_thawed_added_and_removed_between_steps_train():
 @pytest.mark.parametrize("way", ["partial", "full", "gathered", "shard"])
 @pytest.mark.parametrize("kind", ["dp 4", "pp dp", "tp dp"])
 @pytest.mark.parametrize("then", [True, False], ids=["sharded", "unsharded"])
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(kind, way, half, then, tmp_path):
     job(kind, shard_optimizer_state=True, **half)
     model, optimizer = wrapped(OPTIMIZERS["adamw"])

@@ -74,7 +74,7 @@ def test_a_family_equals_the_plain_model(name, attention, monkeypatch):
 
 
 @EACH
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.stress
 @on_ranks(3, 4, timeout_s=240)
 def test_a_family_equals_the_plain_model_on_more_ranks(name, attention, monkeypatch):

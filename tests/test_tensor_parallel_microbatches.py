@@ -73,7 +73,7 @@ def test_microbatches_of_a_family(name, pipeline, monkeypatch):
 @PIPELINES
 @pytest.mark.parametrize("optimize", ["speed", "memory", "channels"])
 @pytest.mark.parametrize("kind", ["gpt", "untied, with a bias, types", "cross"])
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @on_ranks(4, timeout_s=120)
 def test_microbatches_of_a_language_model(kind, optimize, pipeline):
     """Its loss is a mean over the labels that count: microbatches have few or many."""

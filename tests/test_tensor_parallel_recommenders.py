@@ -89,6 +89,7 @@ def test_a_recommender_equals_the_plain_one(name, sparse):
 
 
 @pytest.mark.stress
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("same", [False, True], ids=["other samples", "same samples"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("name", MODELS)

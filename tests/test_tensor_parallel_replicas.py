@@ -61,7 +61,7 @@ def check(net: nn.Module, loss: Loss, batch: Batch, same: bool, **options: Any) 
 @PIPELINES
 @OPTIMIZE
 @pytest.mark.parametrize("kind", ["gpt", "untied, with a bias, types", "cross", "gpt-j"])
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @on_ranks(4, timeout_s=120)
 def test_a_language_model(kind, optimize, pipeline, same):
     begin(pipeline, same, optimize=optimize)

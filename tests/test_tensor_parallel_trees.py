@@ -157,7 +157,7 @@ def test_random_trees_equal_the_plain_ones(alike, microbatches):
     check_trees(SEEDS, 2, microbatches, alike)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @on_ranks(4, timeout_s=120 * SEEDS)
 @every_batch
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])
@@ -167,6 +167,7 @@ def test_random_trees_in_a_pipeline_equal_the_plain_ones(pipeline, alike, microb
 
 
 @pytest.mark.stress
+@pytest.mark.sample(6)
 @on_ranks(3, 6, timeout_s=200 * SEEDS)
 @every_batch
 def test_random_trees_over_three_ranks_equal_the_plain_ones(alike, microbatches):

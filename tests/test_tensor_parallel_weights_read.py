@@ -122,6 +122,7 @@ def squares(model: nn.Module, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("by_rows", [False, True], ids=["by columns", "by rows"])
 @pytest.mark.parametrize("prescaled", [False, True], ids=["own samples", "same samples"])
+@pytest.mark.sample(24)
 @on_ranks(2, 3, timeout_s=120)
 def test_an_operator_gets_the_whole_weight(read, by_rows, prescaled):
     split_over_all_ranks(prescaled_batch=prescaled)
@@ -213,6 +214,7 @@ def initialized(net: Net, name: str) -> None:
 
 @pytest.mark.parametrize("write", [*WRITES, *INITIALIZERS])
 @pytest.mark.parametrize("by_rows", [False, True], ids=["by columns", "by rows"])
+@pytest.mark.sample(28)
 @on_ranks(2, 3)
 def test_weights_that_are_changed_outside_of_steps(write, by_rows):
     """... are what one process has from the same generator."""

@@ -118,6 +118,7 @@ def test_a_single_rank_has_nobody_to_report_on():
 @on_ranks(2, 4)
 @pytest.mark.parametrize("rows", [3, 30, 3000])
 @pytest.mark.parametrize("transport", ["tcp", "mpi", "ucx"])
+@pytest.mark.sample(6)
 def test_the_results_have_the_same_bits(transport, rows):
     """Gradients are bit-equal to the cut loop on every transport."""
     begin(comm_transports=[transport])
