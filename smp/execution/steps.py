@@ -15,6 +15,7 @@ from torch import Tensor
 
 from smp import _core, memory, ranks
 from smp.collectives.objects import refuse_if_forked
+from smp.collectives.torch_process_groups import device_of_numbers
 from smp.data_parallel import data_parallel
 from smp.data_parallel.reduction import Reduction
 from smp.execution import first_step
@@ -276,7 +277,7 @@ class Step:
             return refused
         self._refuse_if_forked()
         fewest = torch.tensor(
-            [self.count if refused is None else most], device=step_end.device_of_numbers(others)
+            [self.count if refused is None else most], device=device_of_numbers(others)
         )
         try:
             try:

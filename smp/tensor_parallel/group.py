@@ -16,10 +16,11 @@ from torch import Tensor
 
 from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
+from smp.collectives.torch_process_groups import device_of_numbers
 from smp.pytorch.compiled_code import not_traced
 from smp.slicing.slices import Slices, share
 from smp.state_mod import state
-from smp.tensor_parallel.backward import order, step_end
+from smp.tensor_parallel.backward import order
 from smp.tensor_parallel.rows import assumed_sizes
 
 # The size of a TP_GROUP under planning; None: the job's counts.
@@ -114,7 +115,7 @@ def gather_numbers(mine: list[int]) -> list[list[int]]:
     if is_traced():
         return [mine] * size()
     tp_group = ranks.get_tp_process_group()
-    own = torch.tensor(mine, dtype=torch.int64, device=step_end.device_of_numbers(tp_group))
+    own = torch.tensor(mine, dtype=torch.int64, device=device_of_numbers(tp_group))
     out = own.new_empty(size() * len(mine))  # gloo takes no matrix
     begin_call().run(
         lambda is_async: torch_versions.all_gather_single(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from smp import _core, ranks
+from smp.collectives.torch_process_groups import device_of_numbers
 from smp.tensor_parallel.backward import keys
 
 _is_over = False  # whether this step has met the other ranks' failure
@@ -24,12 +25,6 @@ _is_over = False  # whether this step has met the other ranks' failure
 
 class PeerFailed(RuntimeError):
     """Another rank of the group failed, or ran other modules than this one."""
-
-
-def device_of_numbers(group: dist.ProcessGroup) -> str:
-    """The device of tensors for the group's collectives, wherever the model is."""
-    kinds = {device.type for device in group._device_types}
-    return "cpu" if "cpu" in kinds else "cuda"
 
 
 @contextmanager

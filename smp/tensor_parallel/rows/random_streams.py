@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from smp import _core, ranks
+from smp.collectives.torch_process_groups import device_of_numbers
 from smp.pytorch import accelerator
 from smp.tensor_parallel import group
 from smp.tensor_parallel.backward import step_end
@@ -50,7 +51,7 @@ def fork() -> accelerator.RandomState | None:
 
 
 def _of_tp_rank_0(value: Tensor) -> Tensor:
-    sent = value.to(step_end.device_of_numbers(ranks.get_tp_process_group()))
+    sent = value.to(device_of_numbers(ranks.get_tp_process_group()))
     try:
         group.broadcast(sent)
     except Exception as error:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from smp import ranks
+from smp.collectives.torch_process_groups import device_of_numbers
 from smp.marks import PATH
 from smp.modules import delayed_init
 from smp.modules.stand_ins import users_class
 from smp.slicing.slices import slices_of
 from smp.tensor_parallel import group
-from smp.tensor_parallel.backward import step_end
 
 _LARGE = 1 << 20  # elements of a weight; a copy of a larger one has fewer rows
 _SEED = 20_011
@@ -40,7 +40,7 @@ def why_whole(module: nn.Module, path: str, split: Callable[[nn.Module], None]) 
     """
     if group.is_traced():
         return ""
-    device = torch.device(step_end.device_of_numbers(ranks.get_tp_process_group()))
+    device = device_of_numbers(ranks.get_tp_process_group())
     devices = [] if device.type == "cpu" else [torch.cuda.current_device()]
     its = f"its class {users_class(type(module)).__name__} has a forward of its own"
     with (
