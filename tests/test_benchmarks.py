@@ -29,6 +29,7 @@ BENCHMARKS = TESTS.parent / "benchmarks"
         ),
         ("empty_step", ["--rounds", "1", "--steps", "2"], "| 6000 parameters |"),
         ("gpt2", ["--rounds", "1", "--layers", "2", "--width", "32"], "of ideal"),
+        ("messages", ["--blocks", "2"], "| GPT-2, with a cache |"),
         ("gather_lengths", ["--rounds", "1"], "| unknown |"),
         ("sleeping_stages", ["--rounds", "1", "--block-ms", "1"], "| 8 | chains |"),
     ],
