@@ -65,9 +65,7 @@ def test_the_benchmark_of_orders_runs_short():
     "argv, shows",
     [
         (["tracing_cost.py", "--rounds", "1"], "with times"),
-        (["soak.py", "--help"], "steps"),
         (["tp_kernels.py", "--rounds", "1", "--no-compile"], "smp / best"),
-        (["remote_call.py", "--help"], "--calls"),
     ],
 )
 def test_benchmarks_of_one_process_run_short(argv, shows):

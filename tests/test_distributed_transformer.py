@@ -245,6 +245,7 @@ def test_a_language_model_equals_the_plain_one(kind, optimize):
 
 
 @pytest.mark.parametrize("kind", LMS)
+@pytest.mark.sample(9)
 @on_ranks(2, 3)
 def test_a_language_model_whose_stream_is_split_by_channels(kind):
     split_over_all_ranks(optimize="channels")
@@ -253,6 +254,7 @@ def test_a_language_model_whose_stream_is_split_by_channels(kind):
 
 @pytest.mark.parametrize("optimize", ["speed", "memory", "channels"])
 @pytest.mark.parametrize("kind", ["gpt", "untied, with a bias, types", "cross", "gpt-j"])
+@pytest.mark.sample(12)
 @on_ranks(2, 3)
 def test_a_language_model_of_ranks_with_the_same_samples(kind, optimize):
     """With "memory" the residual stream is cut along its positions, which need not divide."""

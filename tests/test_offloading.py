@@ -92,6 +92,7 @@ def made(device, offloads=True, masks=True, **config):
 
 
 @on_ranks(1, 2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("horizon", [1, 2, 4])
 @pytest.mark.parametrize("pipeline", ["simple", "interleaved"])

@@ -200,7 +200,7 @@ def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(kind, when, tmp_pat
     check_a_resumed_run(kind, when, tmp_path)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @on_ranks(4)
 @every_model
 @pytest.mark.parametrize("pp", [2, 1], ids=["2 stages", "2 replicas"])

@@ -82,7 +82,7 @@ def test_a_family_equals_the_plain_model_on_more_ranks(name, attention, monkeypa
 
 
 @EACH
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @on_ranks(4, timeout_s=120)
 def test_a_family_in_a_pipeline_equals_the_plain_model(name, attention, monkeypatch):
     degrees = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}

@@ -54,7 +54,7 @@ def calls_of_attention(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("masks", ["each", "one", "no"])
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.sample(24)
+@pytest.mark.sample(16)
 @on_ranks(2, 3)
 def test_a_layer_equals_the_plain_one(kind, masks, monkeypatch):
     split_over_all_ranks()

@@ -14,35 +14,6 @@
 #include "hosts_list.h"
 #include "partings.h"
 
-/* --------------------------------------------------------------------- the library */
-
-/* Whether libucp is refused at `path`, with the text in the reason; in a process that
- * has none yet. */
-static void
-refused_at(const char *path, const char *reason)
-{
-    pid_t pid = fork();
-
-    if (pid == 0) {
-        const smp_ucp *ucp;
-
-        setenv("SMP_UCX_LIBRARY", path, 1);
-        if (smp_ucx_library(&ucp) != SMP_ERR_SYSTEM ||
-            strstr(smp_ucx_trouble(), reason) == NULL) {
-            fprintf(stderr, "%s: %s\n", path, smp_ucx_trouble());
-            _exit(1);
-        }
-        _exit(0);
-    }
-    expect_well(pid);
-}
-
-TEST(a_library_that_is_missing_or_no_ucx_is_refused_with_the_reason)
-{
-    refused_at("/nowhere/libucp.so.0", "/nowhere/libucp.so.0: cannot open");
-    refused_at("libm.so.6", "no function ucp_get_version");
-}
-
 /* --------------------------------------------------------------------- the trial */
 
 /* Of all ranks of a test: patterns that are taken for wrong, whatever they are. */

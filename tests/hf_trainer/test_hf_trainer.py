@@ -4,12 +4,14 @@
 ``make stress`` does too, and a plain ``pytest`` leaves it out.
 """
 
+import functools
 import importlib.metadata
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +120,16 @@ def check_alike(got: dict, want: dict, evaluated: bool = True) -> None:
         )
 
 
-@pytest.mark.parametrize("model", ["gpt2", "bert"])
-def test_the_trainer_gives_on_two_ranks_what_it_gives_on_one(model, tmp_path):
-    """Train, evaluate, predict and save: equal within rounding; and it learns."""
+@pytest.mark.parametrize(("model", "resumes"), [("gpt2", True), ("bert", False)])
+def test_the_trainer_gives_on_two_ranks_what_it_gives_on_one(model, resumes, tmp_path):
+    """Train, evaluate, predict and save: equal within rounding; and it learns.
+
+    A training that is resumed from the checkpoint half way has the same bits: parameters,
+    optimizer, schedule and data.
+    """
     (want,) = run(model, tmp_path / "plain")
-    got, other = run(model, tmp_path / "ranks", ranks=2)
+    folder = tmp_path / "ranks"
+    got, other = run(model, folder, ranks=2)
 
     assert got["steps"] == want["steps"] == 12
     assert got["wrapped"] == "DistributedModel" != want["wrapped"]
@@ -130,19 +137,15 @@ def test_the_trainer_gives_on_two_ranks_what_it_gives_on_one(model, tmp_path):
     assert other["eval_loss"] == got["eval_loss"]
     check_alike(got, want)
 
-
-@pytest.mark.parametrize("model", ["gpt2", "bert"])
-def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(model, tmp_path):
-    """From the checkpoint half way: parameters, optimizer, schedule and data."""
-    whole, _ = run(model, tmp_path, ranks=2)
-    assert (tmp_path / "checkpoint-6" / "user_content.pt").exists()
-    assert len(list((tmp_path / "checkpoint-6").glob("optimizer.pt_*"))) == 2
-    resumed, _ = run(model, tmp_path, ranks=2, resume=True)
-
-    assert resumed["steps"] == whole["steps"]
-    assert resumed["eval_loss"] == whole["eval_loss"]
-    assert resumed["losses"][-6:] == whole["losses"][-6:]
-    for name, parameter in whole["parameters"].items():
+    assert (folder / "checkpoint-6" / "user_content.pt").exists()
+    assert len(list((folder / "checkpoint-6").glob("optimizer.pt_*"))) == 2
+    if not resumes:
+        return
+    resumed, _ = run(model, folder, ranks=2, resume=True)
+    assert resumed["steps"] == got["steps"]
+    assert resumed["eval_loss"] == got["eval_loss"]
+    assert resumed["losses"][-6:] == got["losses"][-6:]
+    for name, parameter in got["parameters"].items():
         assert torch.equal(resumed["parameters"][name], parameter), name
 
 
@@ -150,16 +153,29 @@ ALIKE = ("--in-order", "--max-norm", "0.5")
 REPLACED = {"gpt2": "DistributedTransformerLMHead", "bert": "DistributedTransformer"}
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Callable[[str], dict]:
+    """What one process gives with the samples of all ranks, by model; each trains once."""
+
+    @functools.cache
+    def trained(model: str) -> dict:
+        folder = tmp_path_factory.mktemp(model)
+        (want,) = run(model, folder, *ALIKE, "--batch", "16")
+        return want
+
+    return trained
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("alike", [False, True])
 @pytest.mark.parametrize("model", REPLACED)
-def test_the_trainer_with_a_split_model(model, alike, tmp_path):
+def test_the_trainer_with_a_split_model(model, alike, alone, tmp_path):
     """As the plain one over the same samples, with gradients clipped; saved for the plain one.
 
     ``alike``: both ranks are fed the same samples.  The Trainer's own evaluation counts them
     twice then: it gathers over the DP_GROUP what it samples by ``rdp_rank``.
     """
-    (want,) = run(model, tmp_path / "plain", *ALIKE, "--batch", "16")
+    want = alone(model)
     batch = ("--batch", "16" if alike else "8")
     options = {"ranks": 2, "split_into": 2, "prescaled_batch": alike}
     got, other = run(model, tmp_path / "ranks", *ALIKE, *batch, **options)
@@ -180,10 +196,9 @@ def test_the_trainer_with_a_split_model(model, alike, tmp_path):
         assert torch.equal(resumed["parameters"][name], parameter), name
 
 
-def test_a_split_model_in_a_pipeline(tmp_path):
-    (want,) = run("gpt2", tmp_path / "plain", *ALIKE, "--batch", "16")
+def test_a_split_model_in_a_pipeline(alone, tmp_path):
     got, *_ = run("gpt2", tmp_path / "ranks", *ALIKE, ranks=4, split_into=2)
-    check_alike(got, want)
+    check_alike(got, alone("gpt2"))
 
 
 def test_families_that_are_replaced():
