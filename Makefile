@@ -128,6 +128,8 @@ lint: venv
 	    'clang-tidy-14 --quiet "$$@" -- -std=c11 -Icsrc -isystem $(INCLUDE) $(MPI_FLAGS)' tidy
 	$(BIN)/ruff check smp smdistributed tests benchmarks examples docs setup.py
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_source.py -k "layers or below or circle"
+	$(BIN)/python -m pytest -q tests/test_documents.py -k voice
 	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs smp csrc tests benchmarks examples
 	$(MAKE) headers
 	$(MAKE) docs
