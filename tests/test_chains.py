@@ -5,6 +5,7 @@ those of the cut loop in every step.
 """
 
 import copy
+import os
 import pickle
 import warnings
 from typing import Any
@@ -596,7 +597,7 @@ def test_a_step_in_other_modes_has_chains_or_not_and_the_next_ones_have_them(oth
     for fast in (False, True):
         model = started((1,) * 6, fast)
         values, counts = {}, []
-        for number in range(8):
+        for number in range(10):
             late = number in (3, 4, 5)
             model.train(not late or other != "evaluation")
             if other == "a hook" and late:
@@ -610,7 +611,72 @@ def test_a_step_in_other_modes_has_chains_or_not_and_the_next_ones_have_them(oth
         found.append(values | {n: p.grad for n, p in model.local_named_parameters()})
     assert_same_bits(found[1], found[0])
     if smp.pp_rank() == 0:
-        assert counts[7] == counts[2], counts
+        assert counts[-1] == counts[2], counts
+
+
+HOOKS = {
+    "looks at shapes": lambda block, seen: block.register_forward_hook(
+        lambda module, args, out: seen.append((args[0].shape, out.shape))
+    ),
+    "looks at values": lambda block, seen: block.register_forward_hook(
+        lambda module, args, out: seen.append((args[0].sum().item(), out.sum().item()))
+    ),
+    "takes keywords": lambda block, seen: block.register_forward_hook(
+        lambda module, args, kwargs, out: seen.append(len(kwargs)), with_kwargs=True
+    ),
+    "replaces the output": lambda block, seen: block.register_forward_hook(
+        lambda module, args, out: out * 2
+    ),
+    "changes the output": lambda block, seen: block.register_forward_hook(
+        lambda module, args, out: out.mul_(2)
+    ),
+    "replaces the argument": lambda block, seen: (
+        block.register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
+        block.register_forward_hook(
+            lambda module, args, out: seen.append(args[0].sum().item())
+        ),
+    ),
+    "replaces the argument on its owner": lambda block, seen: (
+        smp.pp_rank() and block.register_forward_pre_hook(lambda module, args: (args[0] * 3,)),
+        block.register_forward_hook(
+            lambda module, args, out: seen.append(args[0].sum().item())
+        ),
+    ),
+    "in the backward": lambda block, seen: block.register_full_backward_hook(
+        lambda module, inward, outward: (inward[0] * 2,)
+    ),
+}
+WITHOUT_VALUES = "looks at shapes", "takes keywords"
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_block_with_hooks_is_in_a_chain_with_the_bits_of_single_calls(name):
+    @smp.step
+    def step(model, x):
+        out = model(x)[0]
+        model.backward(out.square().mean())
+        return out
+
+    found = []
+    for hook, fast in ((None, True), (HOOKS[name], True), (HOOKS[name], False)):
+        ranks = int(os.environ["OMPI_COMM_WORLD_SIZE"])
+        model = started((1, 1, 1, ranks - 1, ranks - 1, ranks - 1), fast)
+        values, seen = {}, []
+        if hook is not None:
+            hook(model.module.blocks[2], seen)
+        for number in range(4):
+            before = _core.counters()["messages"]
+            torch.manual_seed(number)
+            values[str(number)] = step(model, rows(6, number).float()).concat()
+            messages = _core.counters()["messages"] - before
+        values |= {n: p.grad for n, p in model.local_named_parameters()}
+        found.append((values, sorted(map(str, seen)), messages))
+    (_, _, fewest), (got, seen, few), (want, seen_singly, many) = found
+    assert_same_bits(got, want)
+    assert seen == seen_singly
+    if smp.pp_rank() == 0:
+        assert fewest <= few < many and (few == fewest or name not in WITHOUT_VALUES)
 
 
 OF_TRANSFORMERS = {

@@ -321,8 +321,7 @@ check_versions(const smp_pack *pack, const long *versions, const smp_entry *entr
  * happened.
  */
 static PyObject *
-make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool foresees,
-          bool *undone)
+make_call(smp_call_site *site, smp_chain_plan *plan, bool foresees, bool *undone)
 {
     smp_session     *session = &smp_the_session;
     smp_task        *task = smp_this_task;
@@ -362,7 +361,7 @@ make_call(smp_call_site *site, uint16_t flags, smp_chain_plan *plan, bool forese
     envelope = (smp_envelope){
         .kind = SMP_MSG_FORWARD,
         .phase = (uint8_t)task->phase,
-        .flags = (uint16_t)(flags | (site->grad ? SMP_FLAG_GRAD : 0) |
+        .flags = (uint16_t)(site->flags | (site->grad ? SMP_FLAG_GRAD : 0) |
                             (site->state != NULL ? SMP_FLAG_STATE : 0) |
                             (plan->n > 0 ? SMP_FLAG_CHAIN : 0)),
         .microbatch = task->microbatch,
@@ -444,11 +443,11 @@ find_checkpoint(uint16_t *flags)
     return which < 0 ? -1 : 0;
 }
 
-/* Whether the call may be a chain's: without hooks. */
+/* Whether the call may be a chain's: with no other hooks than those after a call. */
 static bool
 may_chain(const smp_entry *entry, uint16_t flags, PyObject *captured)
 {
-    return entry->chains && !entry->nests && flags == 0 &&
+    return entry->chains && !entry->nests && (flags & ~SMP_FLAG_INPUTS) == 0 &&
            smp_this_task->backward_depth == 0 && !smp_the_session.in_sequence &&
            (captured == Py_None || PyTuple_GET_ITEM(captured, 2) == Py_True);
 }
@@ -491,6 +490,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
     site.grad = grad != 0;
     site.state = captured == Py_None ? NULL : PyTuple_GET_ITEM(captured, 0);
     site.modes = modes_of(&site);
+    site.flags = flags;
     site.chains = may_chain(&session->entries[number], flags, captured);
     if (smp_calls_count(&task->calls, (uint64_t)number, &site.before) != SMP_OK) {
         PyErr_NoMemory();
@@ -506,7 +506,7 @@ call_entry(int32_t number, PyObject *args, PyObject *kwargs, uint16_t flags)
         goto done;
     }
     for (bool foresees = true; undone; foresees = false) {
-        value = make_call(&site, flags, &plan, foresees, &undone);
+        value = make_call(&site, &plan, foresees, &undone);
         smp_chain_let_go(&plan);
     }
     value = settle(captured, value);

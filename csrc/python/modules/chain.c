@@ -108,7 +108,8 @@ is_foreseen(const smp_chain *chain, const smp_foreseen *next, smp_call_site *sit
         return 0;
     }
     *why = SMP_MISS_MODES;
-    if (!site->chains || site->modes != chain->modes) {
+    if (!site->chains || site->modes != chain->modes ||
+        site->flags != next->call->flags) {
         return 0;
     }
     *why = SMP_MISS_NODES;
@@ -359,7 +360,7 @@ py_touch_output(PyObject *unused, PyObject *args)
         Py_RETURN_NONE;
     }
     expected = task->chain != NULL && is_expected(task->chain, tensor);
-    if (used) {
+    if (expected && used) {
         smp_link_end((smp_link *)(uintptr_t)link, true);
     } else if (expected) {
         smp_link_miss((smp_link *)(uintptr_t)link);

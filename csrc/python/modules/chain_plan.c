@@ -249,6 +249,7 @@ smp_chain_pack(smp_pack *pack, const smp_task *task, smp_chain_plan *plan,
             .number = number_of(task, next),
             .entry = next->entry,
             .nsources = (uint32_t)next->nsources,
+            .flags = next->flags,
         };
 
         failed = smp_pack_sized(pack, TAG_BYTES, &head, sizeof(head)) < 0 ||

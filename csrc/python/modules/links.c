@@ -11,7 +11,7 @@
 #include "python/values/wire.h"
 
 /* A link is looked for in so many calls, and given up after so many misses. */
-enum { MOST_TRIES = 4, MOST_MISSES = 2 };
+enum { MOST_TRIES = 8, MOST_MISSES = 2 };
 
 /* The last call of a task, for its successor to learn from. */
 typedef struct smp_trail {
@@ -273,7 +273,7 @@ mix_bytes(uint64_t h, const void *bytes, size_t n)
 static uint32_t
 word_of(const smp_follower *call)
 {
-    uint64_t h = smp_mix((uint64_t)call->entry, call->before);
+    uint64_t h = smp_mix(smp_mix((uint64_t)call->entry, call->before), call->flags);
 
     h = mix_bytes(smp_mix(h, call->values.size), call->values.at, call->values.size);
     return (uint32_t)mix_bytes(smp_mix(h, call->nsources), call->sources,
@@ -295,7 +295,8 @@ make_follower(const smp_trail *trail, const smp_task *task, const smp_call_site 
         PyErr_NoMemory();
         return NULL;
     }
-    *call = (smp_follower){.refs = 1, .entry = site->entry, .before = site->before};
+    *call = (smp_follower){
+        .refs = 1, .entry = site->entry, .flags = site->flags, .before = site->before};
     call->sources = malloc((pack->ntensors + 1) * sizeof(*call->sources));
     if (call->sources == NULL) {
         PyErr_NoMemory();
@@ -332,7 +333,7 @@ smp_links_called(smp_task *task, const smp_call_site *site, const smp_pack *pack
     task->trail = NULL;
     if (trail->link->next == NULL) { /* no other microbatch was sooner */
         trail->link->next = make_follower(trail, task, site, pack);
-        trail->link->tries += site->chains; /* a hook may go again */
+        trail->link->tries += site->chains; /* a checkpoint may go again */
     }
     free_trail(trail);
     return PyErr_Occurred() == NULL ? 0 : -1;

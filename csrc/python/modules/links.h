@@ -52,6 +52,8 @@ typedef struct {
     uint64_t number; /* server/calls.h */
     int32_t  entry;
     uint32_t nsources;
+    uint32_t flags; /* SMP_FLAG_INPUTS, or none */
+    uint32_t zero;
 } smp_chain_head;
 
 /* One call by this rank's Python. */
@@ -63,6 +65,7 @@ typedef struct {
     uint64_t  seed;   /* of its random numbers, once drawn */
     bool      drawn;
     bool      grad;
+    uint16_t  flags;  /* of its envelope: how hooks are called */
     uint32_t  before; /* calls of the entry by the task until now */
     uint32_t  modes;  /* grad mode, autocast and default device, as one number */
     bool      chains; /* it may be a chain's */
@@ -72,6 +75,7 @@ typedef struct {
 typedef struct smp_follower {
     int               refs;
     int32_t           entry;
+    uint16_t          flags;
     uint32_t          before;
     smp_buffer        values;  /* its arguments, keyword arguments and state */
     smp_chain_source *sources; /* owned */

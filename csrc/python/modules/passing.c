@@ -361,6 +361,7 @@ smp_pass_send(smp_pass *pass, const smp_served_chain *chain, const smp_context *
         here++;
     }
     next.kind = SMP_MSG_FORWARD;
+    next.flags = smp_served_flags(envelope->flags, head);
     next.flags |=
         SMP_FLAG_PASSED | SMP_FLAG_STATE; /* a chain's values have one, or None */
     next.entry = head->entry;

@@ -282,7 +282,8 @@ run_call(const smp_served_chain *chain, const smp_chain_head *head, smp_unpack *
         smp_server_go_on_with(smp_the_session.server, head->entry);
         if (smp_stream_seed(task, smp_mix(head->seed, 1)) == 0) {
             task->foreseen = true;
-            value = smp_run_entry(&smp_the_session.entries[head->entry], chain->flags,
+            value = smp_run_entry(&smp_the_session.entries[head->entry],
+                                  smp_served_flags(chain->flags, head),
                                   state == Py_None ? NULL : state, args,
                                   kwargs == Py_None ? NULL : kwargs);
             task->foreseen = false;

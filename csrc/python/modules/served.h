@@ -88,4 +88,12 @@ smp_served_argument(const smp_served_call *call, size_t number)
 /* Reads the next call.  0, or -1 with an exception. */
 int smp_served_read(smp_unpack *from, smp_written_call *call);
 
+/* The flags of a further call, of those of the first one. */
+static inline uint16_t
+smp_served_flags(uint16_t flags, const smp_chain_head *head)
+{
+    return (uint16_t)((flags & (uint32_t)~SMP_FLAG_INPUTS) |
+                      (head->flags & (uint32_t)SMP_FLAG_INPUTS));
+}
+
 #endif
