@@ -220,6 +220,7 @@ def test_hooks_that_a_script_has_put_around_ours_are_left_alone(begin, monkeypat
 @pytest.mark.parametrize("how", ["prompt", "flag", "notebook", "script"])
 def test_at_a_prompt_or_in_a_notebook_an_exception_is_an_answer(how, monkeypatch):
     """... and not an end: no hook is there."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's may be there
     monkeypatch.delattr(sys, "ps1", raising=False)
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     if how == "prompt":

@@ -411,7 +411,7 @@ COLLECTIVES = {
     "norm": (lambda model: model.clip_grad_norm_(1.0), "norm of the model's gradients"),
     "lamb": (
         lambda model: smp.optimizers.FusedLAMB(with_gradients(model)).step(),
-        "norm of the model's gradients",
+        "smp.optimizers.FusedLAMB.step",
     ),
     "scaler": (scaled_step, "smp.amp.GradScaler"),
     "forward": (lambda model: model(torch.ones(1, 2)), "smp.DistributedModel"),

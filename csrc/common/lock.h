@@ -24,6 +24,7 @@ typedef enum {
     SMP_LOCK_FORK,     /* comm: entries that a forked child must not touch */
     SMP_LOCK_WATCHDOG, /* server: the watchdog is to end                */
     SMP_LOCK_BOARD,    /* server: the rank's work and waits */
+    SMP_LOCK_STILL,    /* python: threads stand still for their stacks */
     SMP_NLOCKS
 } smp_lock_rank;
 

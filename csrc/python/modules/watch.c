@@ -1,19 +1,26 @@
-/* The watchdog's report: the waits, and Python's stacks, without the GIL. */
+/* The watchdog's report: the waits, and Python's stacks, also where the GIL is not to
+ * be had. */
 #define _GNU_SOURCE 1 /* as pyconfig.h of Python 3.10 has it */
 #include "python/modules/watch.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "common/clock.h"
 #include "common/fork.h"
+#include "common/lock.h"
+#include "common/thread.h"
 #include "server/watchdog.h"
 
 #define EXIT_STUCK 1
+#define STILL_NS (SMP_NS_PER_S / 2)
 
-/* CPython's own, for faulthandler: needs no GIL.  Found at run time, because newer
- * versions hide it. */
+/* CPython's own, for faulthandler: needs no GIL, and crashes where frames change
+ * meanwhile.  Found at run time, because newer versions hide it. */
 typedef const char *(*dump_threads)(int fd, PyInterpreterState *interpreter,
                                     PyThreadState *thread);
 
@@ -52,6 +59,70 @@ print(const char *bytes, size_t n)
     }
 }
 
+/* --------------------------------------------------------------------- the stacks */
+
+/* Python's threads stand still while one of them, of ours, holds the GIL. */
+static struct {
+    smp_lock       lock;
+    pthread_cond_t changed; /* made with the first report */
+    bool           is_made;
+    bool           is_under_way; /* our thread has not ended */
+    bool           is_wanted;
+    bool           is_held;
+} still = {.lock = SMP_LOCK_INIT(SMP_LOCK_STILL)};
+
+static void *
+hold_still(void *unused)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+
+    smp_lock_acquire(&still.lock);
+    still.is_held = still.is_wanted;
+    pthread_cond_broadcast(&still.changed);
+    while (still.is_wanted) {
+        smp_cond_wait(&still.changed, &still.lock, SMP_NEVER);
+    }
+    still.is_held = false;
+    still.is_under_way = false;
+    smp_lock_release(&still.lock);
+    PyGILState_Release(state);
+    return unused;
+}
+
+/* Waits a moment for the GIL.  Whoever keeps it for longer is in C, and Python's frames
+ * stand still, too. */
+static void
+begin_still(void)
+{
+    const int64_t limit_ns = smp_clock_ns() + STILL_NS;
+    pthread_t     thread;
+
+    smp_lock_acquire(&still.lock);
+    if (!still.is_made) {
+        smp_cond_init(&still.changed);
+        still.is_made = true;
+    }
+    still.is_wanted = true;
+    if (!still.is_under_way &&
+        smp_thread_start(&thread, "smp-still", hold_still, NULL) == SMP_OK) {
+        pthread_detach(thread);
+        still.is_under_way = true;
+    }
+    while (still.is_under_way && !still.is_held && smp_clock_ns() < limit_ns) {
+        smp_cond_wait(&still.changed, &still.lock, limit_ns);
+    }
+    smp_lock_release(&still.lock);
+}
+
+static void
+end_still(void)
+{
+    smp_lock_acquire(&still.lock);
+    still.is_wanted = false;
+    pthread_cond_broadcast(&still.changed);
+    smp_lock_release(&still.lock);
+}
+
 static void
 report_stuck(void *ctx, const smp_standing *standing, bool ends)
 {
@@ -74,7 +145,9 @@ report_stuck(void *ctx, const smp_standing *standing, bool ends)
     used += smp_board_write_others(the_watch.board, said + used, sizeof(said) - used);
     print(said, used);
     if (the_watch.dump != NULL) {
+        begin_still();
         (void)the_watch.dump(STDERR_FILENO, the_watch.interpreter, NULL);
+        end_still();
     }
     if (ends) {
         used =
