@@ -249,7 +249,11 @@ smp_chain_replay(smp_task *task, smp_call_site *site, PyObject **value)
     }
     if (same <= 0) {
         note_miss(next->call->entry, why);
-        smp_link_miss(next->link);
+        if (why == SMP_MISS_MODES && site->flags != next->call->flags) {
+            smp_link_unlearn(next->link, next->call);
+        } else {
+            smp_link_miss(next->link);
+        }
         smp_chain_free(chain);
         task->chain = NULL;
         smp_pack_fini(&pack);
@@ -360,7 +364,7 @@ py_touch_output(PyObject *unused, PyObject *args)
         Py_RETURN_NONE;
     }
     expected = task->chain != NULL && is_expected(task->chain, tensor);
-    if (expected && used) {
+    if (used) {
         smp_link_end((smp_link *)(uintptr_t)link, true);
     } else if (expected) {
         smp_link_miss((smp_link *)(uintptr_t)link);

@@ -11,7 +11,7 @@
 #include "python/values/wire.h"
 
 /* A link is looked for in so many calls, and given up after so many misses. */
-enum { MOST_TRIES = 8, MOST_MISSES = 2 };
+enum { MOST_TRIES = 4, MOST_MISSES = 2 };
 
 /* The last call of a task, for its successor to learn from. */
 typedef struct smp_trail {
@@ -98,6 +98,16 @@ smp_link_end(smp_link *link, bool for_good)
     link->next = NULL;
     link->misses = 0;
     link->tries = for_good ? MOST_TRIES : link->tries + 1;
+}
+
+void
+smp_link_unlearn(smp_link *link, const smp_follower *call)
+{
+    if (link->next == call) {
+        smp_follower_let_go(link->next);
+        link->next = NULL;
+        link->misses = 0;
+    }
 }
 
 void

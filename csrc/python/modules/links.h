@@ -101,6 +101,10 @@ smp_link *smp_link_find(const smp_task *task, int32_t entry, uint32_t before,
 /* The follower was not called. */
 void smp_link_miss(smp_link *link);
 
+/* The follower has or has lost a hook: the link is learned again, if it still has it.
+ */
+void smp_link_unlearn(smp_link *link, const smp_follower *call);
+
 /* The link ends; for_good: none is learned again. */
 void smp_link_end(smp_link *link, bool for_good);
 
