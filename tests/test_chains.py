@@ -679,6 +679,33 @@ def test_a_block_with_hooks_is_in_a_chain_with_the_bits_of_single_calls(name):
         assert fewest <= few < many and (few == fewest or name not in WITHOUT_VALUES)
 
 
+@on_ranks(3)
+def test_kept_outputs_leave_their_owners_when_their_microbatch_is_done():
+    smp.init({"pipeline_parallel_degree": 3, "microbatches": 4, "active_microbatches": 1})
+    net = Keeps()
+    smp.set_partition(net, 0)
+    for i, block in enumerate(net.blocks):
+        smp.set_partition(block, 1 + i // 3)
+    model = smp.DistributedModel(net)
+    alive: list[int] = []
+    for block in (net.blocks[0], net.blocks[3]):  # pre-hooks run on the owner
+        block.register_forward_pre_hook(
+            lambda *_: alive.append(sum(map(len, _core.kept_outputs()))) and None
+        )
+
+    @smp.step
+    def step(model, x):
+        out, kept = model(x)
+        model.backward(out.square().mean())
+        alive.append(sum(map(len, _core.kept_outputs())))
+        return kept[0].shape
+
+    for _ in range(3):
+        alive.clear()
+        step(model, rows(8, 0).float())
+    assert alive == [0] * 4
+
+
 OF_TRANSFORMERS = {
     "gpt2": (
         lambda cache: GPT2LMHeadModel(

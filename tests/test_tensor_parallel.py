@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_early
 from torch.utils._pytree import tree_flatten
 
 import smp
+from smp import torch_versions
 from smp.data_parallel.buckets import MEGABYTE, make_buckets
 from smp.data_parallel.group import Holders
 from smp.optimizers import FusedLAMB
@@ -83,7 +84,7 @@ def next_token_loss(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("config", [{}, {"pipeline_parallel_degree": 2}, {"ddp": True}])
 @on_ranks(4, timeout_s=120)
-def test_on_an_accelerator(config, device):
+def test_on_an_accelerator(config, device, monkeypatch):
     """Where ranks share one, in a pipeline and beside replicas, too."""
     degree = 2 if config else 4
     os.environ.pop("SMP_DEVICE", None)  # ranks of tests stay on the CPU where there is a GPU
@@ -95,6 +96,17 @@ def test_on_an_accelerator(config, device):
         lambda rank, step: tokens(rank, step, uneven=not config),
     ).run(2, max_norm=0.3)
     assert {p.device.type for p in job.model.local_parameters()} == {on.type}
+    places = []
+    gather = torch_versions.all_gather_single
+    monkeypatch.setattr(
+        torch_versions,
+        "all_gather_single",
+        lambda out, own, *rest, **how: (
+            places.append(own.device.type) or gather(out, own, *rest, **how)
+        ),
+    )
+    assert group.gather_numbers([smp.tp_rank()]) == [[rank] for rank in range(smp.tp_size())]
+    assert places == ["cpu"]  # no rank waits for its GPU
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])

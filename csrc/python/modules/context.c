@@ -345,7 +345,7 @@ hold(const smp_context *from, const smp_context *to, unsigned call, unsigned num
 }
 
 int
-smp_context_hold(smp_context *context, uint64_t call, PyObject *places)
+smp_context_hold(const smp_context *context, uint64_t call, PyObject *places)
 {
     const Py_ssize_t n = context->held == NULL ? 0 : PyList_GET_SIZE(context->held);
     smp_context     *kept = (smp_context *)context_type->tp_alloc(context_type, 0);
@@ -380,7 +380,6 @@ smp_context_hold(smp_context *context, uint64_t call, PyObject *places)
         failed = !PyArg_ParseTuple(PyList_GET_ITEM(places, i), "II", &at, &number) ||
                  hold(context, kept, at, number) < 0;
     }
-    Py_CLEAR(context->held);
     failed = failed || PyDict_SetItem(smp_the_session.contexts, key, (PyObject *)kept);
     Py_XDECREF(key);
     Py_XDECREF(kept);
@@ -398,6 +397,7 @@ smp_context_let_go(int32_t microbatch)
         const smp_context *context =
             (smp_context *)PyTuple_GET_ITEM(PyList_GET_ITEM(items, i), 1);
 
+        /* One of smp_context_hold() alone has no edges. */
         if (context->edges == NULL && context->microbatch == microbatch) {
             failed = PyDict_DelItem(smp_the_session.contexts, key);
         }

@@ -70,13 +70,15 @@ int smp_context_keep(smp_context *context, PyObject *outputs, uint64_t call);
  * that is not kept. */
 int smp_context_find_unreached(smp_context *context, PyObject *outputs);
 
-/* From the backward on: `held` alone stays, by another context of the call.
+/* Keeps outputs in `held`, out of their graph, past the backward of `call`: another
+ * context takes the place of the one that the backward has taken.
  *
- * places  list of (number of the call in the chain, number among its tensors): those to
- *         be kept; may be others', too. */
-int smp_context_hold(smp_context *context, uint64_t call, PyObject *places);
+ * places  list of (number of the call in the chain, number among its tensors); those of
+ *         other owners are left alone. */
+int smp_context_hold(const smp_context *context, uint64_t call, PyObject *places);
 
-/* The microbatch's caller asks for nothing any more. */
+/* Ends what smp_context_hold() has kept of a microbatch: its caller is done (CLOSED).
+ */
 int smp_context_let_go(int32_t microbatch);
 
 /* The gradients of its backward are complete. */

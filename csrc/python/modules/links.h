@@ -53,7 +53,7 @@ typedef struct {
     int32_t  entry;
     uint32_t nsources;
     uint32_t flags; /* SMP_FLAG_INPUTS, or none */
-    uint32_t zero;
+    uint32_t zero;  /* no padding travels */
 } smp_chain_head;
 
 /* One call by this rank's Python. */
@@ -101,8 +101,8 @@ smp_link *smp_link_find(const smp_task *task, int32_t entry, uint32_t before,
 /* The follower was not called. */
 void smp_link_miss(smp_link *link);
 
-/* The follower has or has lost a hook: the link is learned again, if it still has it.
- */
+/* The follower was called with or without a hook, unlike before.  The link is learned
+ * again, and no try is lost; a link with another follower stays. */
 void smp_link_unlearn(smp_link *link, const smp_follower *call);
 
 /* The link ends; for_good: none is learned again. */

@@ -24,18 +24,17 @@
 /* One remote call, kept alive by its two nodes: the script may keep these longer than
  * the session's entries. */
 typedef struct {
-    PyObject  ob_base;
-    uint32_t  opened; /* its session and step */
-    uint32_t  step;
-    int32_t   entry;
-    int       owner;
-    PyObject *path; /* owned; the entry's */
-    int32_t   microbatch;
-    uint64_t  number;        /* of the forward: server/calls.h */
-    uint64_t  call;          /* of the forward */
-    uint64_t  backward;      /* of the backward; 0: not begun */
-    bool      open;          /* the owner keeps a graph, neither used nor released;
-                            after the backward: values, until the task's end */
+    PyObject     ob_base;
+    uint32_t     opened; /* its session and step */
+    uint32_t     step;
+    int32_t      entry;
+    int          owner;
+    PyObject    *path; /* owned; the entry's */
+    int32_t      microbatch;
+    uint64_t     number;     /* of the forward: server/calls.h */
+    uint64_t     call;       /* of the forward */
+    uint64_t     backward;   /* of the backward; 0: not begun */
+    bool         open;       /* the owner keeps a graph, or values past the backward */
     uint16_t     checkpoint; /* SMP_FLAG_FIRST, SMP_FLAG_AGAIN; 0: in none */
     PyObject    *outputs;    /* while Recv is built: list of the tensors it gives out */
     PyObject    *placeholders; /* of a chain: list of weak references; NULL: none */

@@ -130,7 +130,10 @@ watch_backward(smp_context *context, int32_t former, PyObject *argument,
     PyObject *node = PyObject_GetAttr(argument, smp_names.grad_fn);
     PyObject *done = NULL;
 
-    if (node != NULL && node != Py_None && *hook == NULL) {
+    if (node == NULL) {
+        return -1;
+    }
+    if (node != Py_None && *hook == NULL) {
         PyObject *self = Py_BuildValue("(Oi)", context, (int)former);
 
         *hook = self == NULL ? NULL : PyCFunction_New(&note_former_def, self);
@@ -141,7 +144,7 @@ watch_backward(smp_context *context, int32_t former, PyObject *argument,
     } else if (*hook != NULL) {
         done = PyObject_CallMethodOneArg(node, name_register_prehook, *hook);
     }
-    Py_XDECREF(node);
+    Py_DECREF(node);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
 }

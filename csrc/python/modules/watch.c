@@ -63,7 +63,7 @@ print(const char *bytes, size_t n)
 
 /* Python's threads stand still while one of them, of ours, holds the GIL. */
 static struct {
-    smp_lock       lock;
+    smp_lock       lock;    /* guards all below */
     pthread_cond_t changed; /* made with the first report */
     bool           is_made;
     bool           is_under_way; /* our thread has not ended */
