@@ -166,6 +166,21 @@ def test_the_picture_has_a_row_for_each_rank_and_both_shades():
     assert not re.search(r"nan|inf", picture([[], []]))
 
 
+def test_the_picture_shows_a_chains_passes_fetches_and_calls_in_vain():
+    begin, end = (80, 1, BEGIN, 0, 5, 0, 0), (180, 1, END, 0, 5, 0, 0)
+    notes = [(90, 1, 5, 0, 5, 1, 1), (95, 1, 6, 0, 5, 0, 2), (96, 1, 7, 0, 5, 1, 0)]
+    owner = read_events([begin, *notes, end], ["near", "far"])
+    later = [(at, worker, kind, 0, 5, 1, 0) for at, worker, kind, *_ in (*EVENTS[2:4],)]
+    drawn = ElementTree.fromstring(picture([owner, read_events(later, ["near", "far"])]))
+
+    shown = {path.get("class"): "".join(path.itertext()) for path in drawn.iter(f"{SVG}path")}
+    assert shown == {
+        "pass": "microbatch 5, forward: passed to 'far'",
+        "fetch": "microbatch 5, outputs of 'near' fetched: 2",
+        "miss": f"microbatch 5, call of 'far' in vain: {_core.misses[0]}",
+    }
+
+
 def test_bars_nearly_adjacent_and_alike_are_one():
     tasks = read_events(EVENTS, ["far"])
 

@@ -1,5 +1,6 @@
 """The tasks of a rank in a step, from the core's events (``csrc/server/timeline.h``)."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -122,20 +123,22 @@ def passes_of(ranks: Sequence[list[Task]]) -> list[Pass]:
     Args:
         ranks: the tasks of each pp_rank.
     """
+    received: dict[tuple[int, str, int], list[Task]] = {}
+    for pp_rank, tasks in enumerate(ranks):
+        for task in sorted(tasks, key=_start):
+            received.setdefault((pp_rank, task.path, task.microbatch), []).append(task)
     passes = []
     for pp_rank, tasks in enumerate(ranks):
         for task in tasks:
             for note in task.notes:
                 if note.kind != "pass":
                     continue
-                received = [
-                    one
-                    for one in ranks[note.about]
-                    if one.path == note.path
-                    and one.microbatch == task.microbatch
-                    and one.start_ns >= note.at_ns
-                ]
-                if received:
-                    first = min(received, key=lambda one: one.start_ns)
-                    passes.append(Pass(pp_rank, note, first))
+                ones = received.get((note.about, note.path, task.microbatch), [])
+                first = bisect_left(ones, note.at_ns, key=_start)
+                if first < len(ones):
+                    passes.append(Pass(pp_rank, note, ones[first]))
     return passes
+
+
+def _start(task: Task) -> int:
+    return task.start_ns

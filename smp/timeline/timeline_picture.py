@@ -1,19 +1,20 @@
 """A step as an SVG picture: a row for each rank, time from left to right, colour is the
-microbatch, light is forward, dark is backward, white is idle.
+microbatch, light is forward, dark is backward, white is idle.  A line leads from an owner of a
+chain to the next one, a circle is a fetch, and a cross a call in vain.
 
 The file stands alone, and follows the reader's light or dark colour scheme.
 """
 
 import colorsys
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from smp import _core
 from smp.partitioning.picture import colour
 from smp.timeline.summary import summarize
-from smp.timeline.tasks import Task
+from smp.timeline.tasks import Note, Task, passes_of
 
 _WIDTH = 1200.0
 _MARGIN = 28.0
@@ -30,10 +31,13 @@ _STYLE = """
   text { font: 12px ui-sans-serif, system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif; }
   .page { fill: #ffffff; } .ink { fill: #1c2026; } .faint { fill: #6a7280; }
   .idle { fill: #ffffff; stroke: #b9c0cb; } .tick { stroke: #d9dde4; }
+  .pass, .fetch, .miss { fill: none; stroke: #1c2026; stroke-width: 1.5; }
+  .miss { stroke: #c62828; stroke-width: 2.5; }
   .title { font-size: 18px; font-weight: 600; }
   @media (prefers-color-scheme: dark) {
     .page { fill: #16181d; } .ink { fill: #e6e9ee; } .faint { fill: #9aa3b2; }
     .idle { fill: #050608; stroke: #4a515e; } .tick { stroke: #343a45; }
+    .pass, .fetch { stroke: #e6e9ee; } .miss { stroke: #ff6b6b; }
   }
 """
 
@@ -90,6 +94,9 @@ def picture(ranks: Sequence[list[Task]]) -> str:
     for pp_rank, tasks in enumerate(ranks):
         y = _TOP + pp_rank * (_ROW + _GAP)
         out += _row(pp_rank, merged(tasks, _NARROWEST / scale), y, first, last)
+    out += _passes(ranks, first, scale)
+    for pp_rank, tasks in enumerate(ranks):
+        out += _marks(tasks, _TOP + pp_rank * (_ROW + _GAP), first, scale)
     return "\n".join([*out, "</svg>", ""])
 
 
@@ -153,6 +160,46 @@ def _axis(length_ms: float, bottom: float) -> list[str]:
         out.append(_text(x, bottom + 14, "faint", f"{i * step:g}", ' text-anchor="middle"'))
     end = _WIDTH - _MARGIN
     return [*out, _text(end, bottom + 14, "faint", "ms", ' text-anchor="end"')]
+
+
+def _passes(ranks: Sequence[list[Task]], first: int, scale: float) -> Iterator[str]:
+    """A line from each pass of a chain to the next owner's request."""
+    for one in passes_of(ranks):
+        down = one.note.about > one.pp_rank
+        x1, x2 = (
+            _MARGIN + _NAME + (ns - first) * scale
+            for ns in (one.note.at_ns, one.received.start_ns)
+        )
+        y1 = _TOP + one.pp_rank * (_ROW + _GAP) + (_ROW if down else 0)
+        y2 = _TOP + one.note.about * (_ROW + _GAP) + (0 if down else _ROW)
+        phase = _core.phases[one.note.phase]
+        told = f"microbatch {one.received.microbatch}, {phase}: passed to '{one.note.path}'"
+        yield (
+            f'<path class="pass" d="M{x1:.2f} {y1:g}L{x2:.2f} {y2:g}">'
+            f"<title>{escape(told)}</title></path>"
+        )
+
+
+def _marks(tasks: Sequence[Task], y: float, first: int, scale: float) -> Iterator[str]:
+    """A rank's fetches and calls in vain, above its row."""
+    shapes = {
+        "fetch": "m-3 -4a3 3 0 1 0 6 0a3 3 0 1 0 -6 0",
+        "miss": "m-3 -7l6 6m0 -6l-6 6",
+    }
+
+    def told(note: Note) -> str:
+        if note.kind == "miss":
+            return f"call of '{note.path}' in vain: {note.reason}"
+        return f"outputs of '{note.path}' fetched: {note.about}"
+
+    for task in tasks:
+        for note in task.notes:
+            if note.kind in shapes:
+                x = _MARGIN + _NAME + (note.at_ns - first) * scale
+                yield (
+                    f'<path class="{note.kind}" d="M{x:.2f} {y:g}{shapes[note.kind]}">'
+                    f"<title>microbatch {task.microbatch}, {escape(told(note))}</title></path>"
+                )
 
 
 def _row(pp_rank: int, bars: Sequence[Bar], y: float, first: int, last: int) -> list[str]:
