@@ -95,11 +95,14 @@ class Blocks(nn.Module):
     def forward(self, x):
         mask = (x.detach() > 0).to(x.dtype)
         kept, cache, masks = [], [], [mask, mask * 0.5]
+        dropped = int(1000 * abs(x.detach().sum())) % 4  # another one in each microbatch
         for i, block in enumerate(self.blocks):
             late = self.is_odd and self.number >= 2 and i == 2  # links are known by then
             if self.way == "pairs":
                 x, mask = block(x, mask, pairs=True)
             elif self.way == "drops" and late:
+                continue
+            elif self.way == "drops others" and dropped == i:
                 continue
             elif self.way == "another argument" and late:
                 x = block(x, mask + 1)
@@ -190,8 +193,8 @@ class Blocks(nn.Module):
 
 
 WAYS = (
-    "plain", "pairs", "keywords", "drops", "another argument", "another value", "in place",
-    "mask in place", "draws", "hooked", "no grad", "keeps", "changes", "raises", "catches",
+    "plain", "pairs", "keywords", "drops", "drops others", "another argument", "another value",
+    "in place", "mask in place", "draws", "hooked", "no grad", "keeps", "changes", "raises", "catches",
     "shares", "uses what it shares", "touches", "touches later", "cache", "sets",
     "itself for a mask",
     "two masks", "two masks, in place", "two masks, another one", "two masks, with grad",
@@ -265,28 +268,30 @@ ALONE = (
 )  # fmt: skip
 
 
-def bits_of_split_blocks(
-    way: str, odd: tuple[int, ...], at: int = 2, **config: Any
+def bits_of_blocks(
+    way: str, odd: tuple[int, ...], at: int = 2, split: int = 2, **config: Any
 ) -> tuple[list[torch.Tensor], int]:
-    """Losses and gradients of some steps, in which these tp_ranks go that way.
+    """Losses and gradients of some steps, in which these tp_ranks or replicas go that way.
 
     Args:
         at: the block that changes its argument, sets an attribute, or raises.
+        split: into so many; 1: whole blocks, with replicas of the model.
 
     Returns:
         them, and the number of the last step's messages.
     """
     smp.reset()
-    smp.init({"tensor_parallel_degree": 2, "microbatches": 3, "ddp": True, **config})
+    smp.init({"tensor_parallel_degree": split, "microbatches": 3, "ddp": True, **config})
     torch.manual_seed(0)
-    with smp.tensor_parallelism():
+    with smp.tensor_parallelism(enabled=split > 1):
         net = Blocks(way)
     smp.set_partition(net, 0)
     for i, block in enumerate(net.blocks):
         smp.set_partition(block, 1 + i * (smp.pp_size() - 1) // len(net.blocks))
     model = smp.DistributedModel(net)
     block = model.module.blocks[at]
-    model.module.is_odd = smp.tp_rank() in odd
+    mine = smp.dp_rank()
+    model.module.is_odd = mine in odd
 
     @smp.step
     def step(model, x):
@@ -297,20 +302,18 @@ def bits_of_split_blocks(
     found = []
     for number in range(STEPS):
         model.module.number = number
-        if way in ("changes", "sets", "raises") and number >= 2 and smp.tp_rank() in odd:
+        if way in ("changes", "sets", "raises") and number >= 2 and mine in odd:
             block.kind = way
-        torch.manual_seed(100 * number + smp.tp_rank())
+        torch.manual_seed(100 * number + mine)
         before = _core.counters()["messages"]
-        found += [out.clone() for out in step(model, torch.randn(3 + smp.tp_rank(), WIDTH))]
+        found += [out.clone() for out in step(model, torch.randn(3 + mine, WIDTH))]
         found += [p.grad.clone() for p in model.local_parameters() if p.grad is not None]
     return found, _core.counters()["messages"] - before
 
 
-def check_split_blocks(way: str, odd: tuple[int, ...], pp_size: int) -> None:
-    chained, few = bits_of_split_blocks(way, odd, pipeline_parallel_degree=pp_size)
-    single, many = bits_of_split_blocks(
-        way, odd, pipeline_parallel_degree=pp_size, fast_mode=False
-    )
+def check_blocks(way: str, odd: tuple[int, ...], **config: Any) -> None:
+    chained, few = bits_of_blocks(way, odd, **config)
+    single, many = bits_of_blocks(way, odd, **config, fast_mode=False)
     for one, other in zip(chained, single, strict=True):
         assert torch.equal(one, other)
     if way == "plain" and smp.rank() == 0:
@@ -321,33 +324,39 @@ def check_split_blocks(way: str, odd: tuple[int, ...], pp_size: int) -> None:
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("way", ALONE)
 def test_split_blocks_are_chains_on_all_tp_ranks_or_on_none(way):
-    check_split_blocks(way, (1,), 2)
+    check_blocks(way, (1,), pipeline_parallel_degree=2)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("way", ["plain", "changes"])
 def test_split_blocks_whose_tp_ranks_go_the_same_way(way):
-    check_split_blocks(way, (0, 1), 2)
+    check_blocks(way, (0, 1), pipeline_parallel_degree=2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("way", ["plain", "drops others", "touches", "changes"])
+def test_a_replicas_chains_are_its_own(way):
+    check_blocks(way, (1,), split=1, pipeline_parallel_degree=2)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("at", [0, 2])
 def test_an_exception_of_a_split_block_on_one_tp_rank_is_raised_on_all(at):
     with pytest.raises(ValueError, match="of a block"):
-        bits_of_split_blocks("raises", (1,), at, pipeline_parallel_degree=2)
+        bits_of_blocks("raises", (1,), at, pipeline_parallel_degree=2)
 
 
 @on_ranks(4)
 def test_a_split_block_left_out_by_one_tp_rank_fails_the_step_as_without_chains():
     with pytest.raises(RuntimeError, match="do not make the same calls.*module 'blocks.[23]"):
-        bits_of_split_blocks("drops", (1,), pipeline_parallel_degree=2)
+        bits_of_blocks("drops", (1,), pipeline_parallel_degree=2)
 
 
 @on_ranks(6)
 @pytest.mark.stress  # six ranks are long in starting
 @pytest.mark.parametrize("way", ["plain", "touches later", "changes"])
 def test_so_are_those_of_several_owners(way):
-    check_split_blocks(way, (1,), 3)
+    check_blocks(way, (1,), pipeline_parallel_degree=3)
 
 
 @on_ranks(2)
