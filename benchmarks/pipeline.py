@@ -1,6 +1,6 @@
 """How close to the ideal pipeline does a GPT come, against torch.distributed.pipelining?
 
-    mpirun -np 2 python benchmarks/pipeline.py [--shape flat] [--stage-ms 20] [--active 4]
+    mpirun -np 2 python benchmarks/pipeline.py [--shape hf --family t5] [--active 4]
 
 p = 2 stages, m = 8 microbatches, the same split for all sides: embedding and half of the
 layers on rank 0, the other half and the head on rank 1.  The loss is there, too, but in
@@ -9,7 +9,7 @@ the shape of transformers, whose root computes it.  The shapes:
     nested      the root calls one child a rank
     flat        the root loops over its layers
     sequential  the layers are one nn.Sequential over both ranks
-    hf          GPT-2 of transformers
+    hf          a model of transformers, by --family
 
 The relay (``fast_mode=False``: each remote layer is a request) runs beside.  The ideal is
 T1 (m + p - 1) / (m p), with T1 the time of one process for all microbatches, measured in
@@ -29,11 +29,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 
 import smp
+from hand_cut import FAMILIES, VOCAB
 from smp.modules.remote_modules import TRAINS
 from table import alternate, machine, timed
 
 MICROBATCHES = 8
-VOCAB = 256
 
 
 class Layer(nn.Module):
@@ -122,59 +122,16 @@ class Sequential(Flat):
         return self.head(self.layers(self.embedding(ids)), ids)
 
 
-class OfTransformers(nn.Module):
-    def __init__(self, width: int, layers: int, length: int):
-        super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        sizes = GPT2Config(
-            n_embd=width, n_layer=2 * layers, n_head=4, n_positions=length, vocab_size=VOCAB
-        )
-        sizes.update({"use_cache": False, "tie_word_embeddings": False})
-        sizes.update(dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0))
-        self.whole = GPT2LMHeadModel(sizes)
-
-    def forward(self, ids):
-        return loss_of(self.whole(ids)["logits"], ids)
-
-    def there(self) -> list[nn.Module]:
-        body = self.whole.transformer
-        return [*body.h[len(body.h) // 2 :], body.ln_f, self.whole.lm_head]
-
-
-class FirstOfTransformers(nn.Module):
-    def __init__(self, of: OfTransformers):
-        super().__init__()
-        body = of.whole.transformer
-        self.wte, self.wpe, self.layers = body.wte, body.wpe, body.h[: len(body.h) // 2]
-
-    def forward(self, ids):
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1])[None])
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class SecondOfTransformers(nn.Module):
-    def __init__(self, of: OfTransformers):
-        super().__init__()
-        *layers, self.norm, self.head = of.there()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
-
-
 SHAPES = {"nested": Nested, "flat": Flat, "sequential": Sequential}
 
 
-def make(shape: str, width: int, layers: int, length: int) -> tuple[nn.Module, ...]:
+def make(
+    shape: str, family: str, width: int, layers: int, length: int
+) -> tuple[nn.Module, ...]:
     """The model, and its two stages as cut by hand, with parameters in common."""
     if shape == "hf":
-        whole = OfTransformers(width, layers, length)
-        return whole, FirstOfTransformers(whole), SecondOfTransformers(whole)
+        whole = FAMILIES[family](width, layers, length, loss_of)
+        return whole, *whole.stages()
     first, second = First(width, layers), Second(width, layers)
     return SHAPES[shape](first, second), first, second
 
@@ -187,6 +144,8 @@ def sizes_for(stage_ms: float) -> tuple[int, int, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=[*SHAPES, "hf"], default="nested")
+    parser.add_argument("--family", choices=FAMILIES, default="gpt2", help="of the shape hf")
+    parser.add_argument("--layers", type=int, help="of each stage; else by --stage-ms")
     parser.add_argument("--stage-ms", type=float, default=20)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument(
@@ -204,7 +163,8 @@ def main() -> None:
     )
     torch.manual_seed(0)
     width, layers, length, samples = sizes_for(args.stage_ms)
-    net, *stages = make(args.shape, width, layers, length)
+    layers = args.layers or layers
+    net, *stages = make(args.shape, args.family, width, layers, length)
     ids = torch.randint(VOCAB, (MICROBATCHES * samples, length))
     alone = copy.deepcopy(net)
     stage_module = copy.deepcopy(stages[smp.rank()])
@@ -268,18 +228,18 @@ def main() -> None:
         ours(chains)
         summaries[name] = smp.trace_summary()
     if smp.rank() == 0:
-        report(args.shape, times)
+        report(args.family if args.shape == "hf" else f"GPT, {args.shape}", times)
         for name, summary in summaries.items():
             print(f"\n{name}: {summary}")
 
 
-def report(shape: str, times: dict[str, list[float]]) -> None:
+def report(model: str, times: dict[str, list[float]]) -> None:
     m, p = MICROBATCHES, 2
     t1 = times.pop("one process on each rank")
     share = (m + p - 1) / (m * p)
     ideal = [t * share for t in t1]
     alone = [t * share for t in times.pop("one process")]
-    print(f"\nGPT, {shape}, p = {p}, m = {m}, one stage takes {min(t1) / m / p * 1e3:.1f} ms")
+    print(f"\n{model}, p = {p}, m = {m}, one stage takes {min(t1) / m / p * 1e3:.1f} ms")
     print(f"{machine()}, torch {torch.__version__}\n")
     print("| side | min (ms) | median (ms) | best / ideal | median of ideal reached |")
     print("|---|---|---|---|---|")
