@@ -41,46 +41,44 @@ class Family(nn.Module):
 
 
 class Decoder(Family):
-    """Embedding and half of the layers, then the other half and the head."""
+    """Embedding and some of the layers, the next ones, and the last ones with the head."""
 
-    body, layers = "model", "layers"
-    norm = "norm"
+    names = "model", "layers", "norm"
 
-    def _body(self) -> nn.Module:
-        return getattr(self.whole, self.body)
-
-    def _second_half(self) -> nn.ModuleList:
-        layers = getattr(self._body(), self.layers)
-        return layers[len(layers) // 2 :]
+    @property
+    def layers(self) -> nn.ModuleList:
+        body, layers, _ = self.names
+        return getattr(getattr(self.whole, body), layers)
 
     def there(self) -> list[nn.Module]:
         """The modules on rank 1."""
-        return [*self._second_half(), getattr(self._body(), self.norm), self.whole.lm_head]
+        body, _, norm = self.names
+        last = getattr(getattr(self.whole, body), norm)
+        return [*self.layers[len(self.layers) // 2 :], last, self.whole.lm_head]
 
-    def stages(self) -> tuple[nn.Module, nn.Module]:
-        layers = getattr(self._body(), self.layers)
-        first = layers[: len(layers) // 2]
-        here = self.part(self._body(), self.layers, first, **{self.norm: nn.Identity()})
-        there = self.part(self._body(), self.layers, self._second_half())
-        return OfIds(here), OfHidden(there, self.whole.lm_head)
-
-
-class OfIds(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, ids):
-        return self.body(ids).last_hidden_state
+    def stages(self, count: int) -> list[nn.Module]:
+        body, layers, norm = self.names
+        whole = getattr(self.whole, body)
+        parts = in_parts(self.layers, count)
+        bodies = [self.part(whole, layers, part, **{norm: nn.Identity()}) for part in parts]
+        bodies[-1]._modules[norm] = getattr(whole, norm)
+        heads = [nn.Identity() for _ in parts[1:]] + [self.whole.lm_head]
+        return [Stage(*both, not i) for i, both in enumerate(zip(bodies, heads, strict=True))]
 
 
-class OfHidden(nn.Module):
-    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+def in_parts(layers: nn.ModuleList, count: int) -> list[nn.ModuleList]:
+    bounds = [i * len(layers) // count for i in range(count + 1)]
+    return [layers[at:to] for at, to in zip(bounds, bounds[1:], strict=False)]
+
+
+class Stage(nn.Module):
+    def __init__(self, body: nn.Module, head: nn.Module, is_first: bool) -> None:
         super().__init__()
         self.body, self.head = body, head
+        self.name = "input_ids" if is_first else "inputs_embeds"
 
     def forward(self, x):
-        return self.head(self.body(inputs_embeds=x).last_hidden_state)
+        return self.head(self.body(**{self.name: x}).last_hidden_state)
 
 
 def sizes(config, **named):
@@ -89,7 +87,7 @@ def sizes(config, **named):
 
 
 class GPT2(Decoder):
-    body, layers, norm = "transformer", "h", "ln_f"
+    names = "transformer", "h", "ln_f"
 
     def make(self, width: int, layers: int, length: int) -> nn.Module:
         config = GPT2Config(
@@ -126,18 +124,18 @@ class T5(Family):
             dropout_rate=0.0,
             vocab_size=VOCAB,
             decoder_start_token_id=0,
+            tie_word_embeddings=False,
         )
-        return T5ForConditionalGeneration(sizes(config))
+        return T5ForConditionalGeneration(sizes(config, scale_decoder_outputs=False))
 
     def forward(self, ids):
         return self.loss_of(self.whole(ids, decoder_input_ids=ids)["logits"], ids)
 
     def there(self) -> list[nn.Module]:
-        decoder = self.whole.decoder
-        return [*decoder.block, decoder.final_layer_norm, self.whole.lm_head]
+        return [*self.whole.decoder.block]
 
-    def stages(self) -> tuple[nn.Module, nn.Module]:
-        return Encoder(self.whole), DecoderAndHead(self.whole)
+    def stages(self, count: int) -> list[nn.Module]:
+        return [Encoder(self.whole), DecoderAndHead(self.whole)]
 
 
 class Encoder(nn.Module):

@@ -25,11 +25,16 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.nn import functional as F
 
 import smp
-from hand_cut import FAMILIES, VOCAB
+from hand_cut import FAMILIES, VOCAB, in_parts
 from smp.modules.remote_modules import TRAINS
 from table import alternate, machine, timed
 
@@ -51,24 +56,16 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class First(nn.Module):
-    def __init__(self, width: int, layers: int):
+class Part(nn.Module):
+    """Some layers in a row, of the first part behind the embedding, of the last with a head."""
+
+    def __init__(self, layers, embedding=None, head=None):
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, width)
-        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
-
-    def forward(self, ids):
-        return self.layers(self.embedding(ids))
-
-
-class Second(nn.Module):
-    def __init__(self, width: int, layers: int):
-        super().__init__()
-        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
-        self.head = nn.Linear(width, VOCAB)
+        self.embedding, self.layers, self.head = embedding, nn.Sequential(*layers), head
 
     def forward(self, x):
-        return self.head(self.layers(x))
+        x = self.layers(x if self.embedding is None else self.embedding(x))
+        return x if self.head is None else self.head(x)
 
 
 def loss_of(logits, ids):
@@ -76,18 +73,33 @@ def loss_of(logits, ids):
 
 
 class WithLoss(nn.Module):
-    def __init__(self, second: nn.Module):
+    def __init__(self, part: nn.Module):
         super().__init__()
-        self.second = second
+        self.part = part
 
     def forward(self, x, ids):
-        return loss_of(self.second(x), ids)
+        return loss_of(self.part(x), ids)
+
+
+class Gpt(nn.Module):
+    """The layers, to be called in one of the shapes."""
+
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(2 * layers))
+
+    def stages(self, count: int) -> list[nn.Module]:
+        parts = [Part(layers) for layers in in_parts(self.layers, count)]
+        parts[0].embedding, parts[-1].head = self.embedding, self.head
+        return parts
 
 
 class Nested(nn.Module):
-    def __init__(self, first: First, second: Second):
+    def __init__(self, of: Gpt):
         super().__init__()
-        self.first, self.last = first, WithLoss(second)
+        self.first, last = of.stages(2)
+        self.last = WithLoss(last)
 
     def forward(self, ids):
         return self.last(self.first(ids), ids)
@@ -98,10 +110,9 @@ class Nested(nn.Module):
 
 
 class Flat(nn.Module):
-    def __init__(self, first: First, second: Second):
+    def __init__(self, of: Gpt):
         super().__init__()
-        self.embedding, self.head = first.embedding, WithLoss(second.head)
-        self.layers = nn.ModuleList([*first.layers, *second.layers])
+        self.embedding, self.layers, self.head = of.embedding, of.layers, WithLoss(of.head)
 
     def forward(self, ids):
         x = self.embedding(ids)
@@ -114,8 +125,8 @@ class Flat(nn.Module):
 
 
 class Sequential(Flat):
-    def __init__(self, first: First, second: Second):
-        super().__init__(first, second)
+    def __init__(self, of: Gpt):
+        super().__init__(of)
         self.layers = nn.Sequential(*self.layers)
 
     def forward(self, ids):
@@ -125,20 +136,32 @@ class Sequential(Flat):
 SHAPES = {"nested": Nested, "flat": Flat, "sequential": Sequential}
 
 
-def make(
-    shape: str, family: str, width: int, layers: int, length: int
-) -> tuple[nn.Module, ...]:
-    """The model, and its two stages as cut by hand, with parameters in common."""
-    if shape == "hf":
-        whole = FAMILIES[family](width, layers, length, loss_of)
-        return whole, *whole.stages()
-    first, second = First(width, layers), Second(width, layers)
-    return SHAPES[shape](first, second), first, second
-
-
 def sizes_for(stage_ms: float) -> tuple[int, int, int, int]:
     """Width, layers a stage, sequence and samples a microbatch for about that time."""
     return (256, 3, 64, 4) if stage_ms >= 8 else (128, 1, 64, 2)
+
+
+NAMES = {
+    Schedule1F1B: "pipelining 1F1B",
+    ScheduleGPipe: "pipelining GPipe",
+    ScheduleInterleaved1F1B: "pipelining interleaved 1F1B",
+}
+
+
+def peers(cut: nn.Module) -> dict[type, int]:
+    """torch's schedules, and their number of stages: the interleaved one has two a rank."""
+    both = {Schedule1F1B: 2, ScheduleGPipe: 2}
+    return both | ({ScheduleInterleaved1F1B: 4} if len(getattr(cut, "layers", ())) > 2 else {})
+
+
+def scheduled(kind: type, stages: list[nn.Module]):
+    """The schedule with this rank's of all stages."""
+    mine = [
+        PipelineStage(stage, number, len(stages), torch.device("cpu"))
+        for number, stage in enumerate(stages)
+        if number % 2 == smp.rank()
+    ]
+    return kind(mine if len(stages) > 2 else mine[0], MICROBATCHES, loss_fn=loss_of)
 
 
 def main() -> None:
@@ -164,10 +187,14 @@ def main() -> None:
     torch.manual_seed(0)
     width, layers, length, samples = sizes_for(args.stage_ms)
     layers = args.layers or layers
-    net, *stages = make(args.shape, args.family, width, layers, length)
+    if args.shape == "hf":
+        net = cut = FAMILIES[args.family](width, layers, length, loss_of)
+    else:
+        cut = Gpt(width, layers)
+        net = SHAPES[args.shape](cut)
+    by_hand = {schedule: copy.deepcopy(cut.stages(n)) for schedule, n in peers(cut).items()}
     ids = torch.randint(VOCAB, (MICROBATCHES * samples, length))
     alone = copy.deepcopy(net)
-    stage_module = copy.deepcopy(stages[smp.rank()])
     smp.set_partition(net, 0)
     for module in net.there():
         smp.set_partition(module, 1)
@@ -182,11 +209,7 @@ def main() -> None:
     train(ids)
     tables = smp.state.job("the benchmark").runtime.tables
     its_flags = tables.entry_flags
-    stages = {
-        kind: PipelineStage(stage_module, smp.rank(), 2, torch.device("cpu"))
-        for kind in (Schedule1F1B, ScheduleGPipe)
-    }
-    schedules = {k: k(s, MICROBATCHES, loss_fn=loss_of) for k, s in stages.items()}
+    schedules = {kind: scheduled(kind, stages) for kind, stages in by_hand.items()}
 
     def one_process(ranks: int) -> float:
         """T1: all microbatches in one process, on so many ranks at once."""
@@ -206,7 +229,8 @@ def main() -> None:
         return timed(lambda: (train(ids), dist.barrier()))
 
     def theirs(kind) -> float:
-        stage_module.zero_grad()
+        for stage in by_hand[kind]:
+            stage.zero_grad()
         given = (ids,) if smp.rank() == 0 else ()
         target = {"target": ids} if smp.rank() == 1 else {}
         dist.barrier()
@@ -217,9 +241,8 @@ def main() -> None:
         "one process on each rank": lambda: one_process(2),
         "smp": lambda: ours(True),
         "smp, relay": lambda: ours(False),
-        "pipelining 1F1B": lambda: theirs(Schedule1F1B),
-        "pipelining GPipe": lambda: theirs(ScheduleGPipe),
     }
+    sides |= {NAMES[kind]: lambda kind=kind: theirs(kind) for kind in schedules}
     for side in sides.values():
         side(), side()
     times = alternate(sides, args.rounds)

@@ -82,6 +82,21 @@ def train_with_a_pipeline(ready: Callable[[], None]) -> None:
     train_linears(ready)
 
 
+class Loop(nn.Sequential):
+    """Calls of its parts follow one another: those of other ranks are a chain."""
+
+    def forward(self, x):
+        for part in self:
+            x = part(x)
+        return x
+
+
+def train_with_chains(ready: Callable[[], None]) -> None:
+    size = int(os.environ["WORLD_SIZE"])
+    smp.init({"pipeline_parallel_degree": size, "microbatches": 4})
+    train_linears(ready, Loop(*(nn.Linear(64, 64) for _ in range(4 * size))), turns=4)
+
+
 def train_with_split_layers(ready: Callable[[], None]) -> None:
     smp.init({"tensor_parallel_degree": int(os.environ["WORLD_SIZE"]), "microbatches": 4})
     train_linears(ready)
@@ -92,10 +107,14 @@ def train_with_split_layers_in_a_pipeline(ready: Callable[[], None]) -> None:
     train_linears(ready)
 
 
-def train_linears(ready: Callable[[], None]) -> None:
-    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2 * smp.size())))
+def train_linears(
+    ready: Callable[[], None], net: nn.Sequential | None = None, turns: int = 1
+) -> None:
+    """Train linears in a row, so many of one rank before those of the next one."""
+    if net is None:
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2 * smp.size())))
     for i, part in enumerate(net):
-        smp.set_partition(part, i % smp.pp_size())
+        smp.set_partition(part, i // turns % smp.pp_size())
     smp.set_tensor_parallelism(net)
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01))
@@ -117,17 +136,25 @@ def train_linears(ready: Callable[[], None]) -> None:
 KINDS = {
     "ddp": train_with_ddp,
     "pipeline": train_with_a_pipeline,
+    "chains": train_with_chains,
     "tensor": train_with_split_layers,
     "tensor in a pipeline": train_with_split_layers_in_a_pipeline,
 }
 
 # How many ranks there may be.
-SIZES = {"ddp": (2, 3), "pipeline": (2, 3), "tensor": (2, 3), "tensor in a pipeline": (4,)}
+SIZES = {
+    "ddp": (2, 3),
+    "pipeline": (2, 3),
+    "chains": (2, 3),
+    "tensor": (2, 3),
+    "tensor in a pipeline": (4,),
+}
 
 # What a survivor must say.
 NAMED = {
     "ddp": r"rank {} is lost",
     "pipeline": r"pp_rank {} is gone",
+    "chains": r"pp_rank {} is gone",
     "tensor": r"\brank {}( \([^)]*\))? is (lost|gone)",
     "tensor in a pipeline": r"\brank {}( \([^)]*\))? is (lost|gone)",
 }

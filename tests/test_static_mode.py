@@ -91,16 +91,17 @@ def order():
     return [event[2:] for event in _core.timeline()]
 
 
-def one_step(model, net, plain, passes=AS_EVER):
+def one_step(model, net, plain, passes=AS_EVER, samples=2 * MICROBATCHES):
     """The order of a step that is right."""
     net.passes = plain.passes = passes
-    x = torch.randn(2 * MICROBATCHES, WIDTH, dtype=torch.float64)
+    count = min(samples, MICROBATCHES)
+    x = torch.randn(samples, WIDTH, dtype=torch.float64)
     model.zero_grad()
     plain.zero_grad()
     got = train(model, x).concat()
-    want = [plain(part, at) for at, part in enumerate(x.chunk(MICROBATCHES))]
+    want = [plain(part, at) for at, part in enumerate(x.chunk(count))]
     torch.testing.assert_close(got, torch.cat(want).detach())
-    (sum(y.square().mean() for y in want) / MICROBATCHES).backward()
+    (sum(y.square().mean() for y in want) / count).backward()
     wanted = dict(plain.named_parameters())
     for name, parameter in model.local_named_parameters():
         want = wanted[name].grad
@@ -133,6 +134,7 @@ def check(config):
             model.eval()
             evaluate(model, torch.randn(MICROBATCHES, WIDTH, dtype=torch.float64))
             model.train()
+        one_step(model, net, plain, samples=MICROBATCHES - 1)  # at the end of an epoch
         assert replays(model, net, plain)
         assert told() == []
         for passes in (*OTHERS.values(), AS_EVER):

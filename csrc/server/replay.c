@@ -37,6 +37,7 @@ struct smp_replay {
     int64_t   begin_ns; /* smp_clock_ns() */
     bool      is_on;    /* now->fastest is followed */
     bool      records_it;
+    bool      whole;
     size_t    ran; /* so many runs of now->fastest */
     bool      told;
     int64_t   ns;   /* the most of this rank's and of those heard in the stage */
@@ -107,7 +108,7 @@ note_left(smp_replay *replay, int32_t left)
 }
 
 void
-smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind)
+smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind, bool whole)
 {
     record *r = record_of(replay, kind);
 
@@ -115,8 +116,9 @@ smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind)
     replay->now = r;
     replay->number = number;
     replay->begin_ns = smp_clock_ns();
-    replay->is_on = r->recorded >= replay->steps && r->fastest.step == r->best;
-    replay->records_it = r->recorded < replay->steps;
+    replay->is_on = whole && r->recorded >= replay->steps && r->fastest.step == r->best;
+    replay->records_it = whole && r->recorded < replay->steps;
+    replay->whole = whole;
     replay->ran = 0;
     replay->told = false;
     replay->ns = 0;
@@ -124,7 +126,7 @@ smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind)
     replay->has_misfit = false;
     r->last.n = 0;
     r->last.step = number;
-    if (!replay->is_on && !replay->records_it) {
+    if (whole && !replay->is_on && !replay->records_it) {
         note_left(replay, replay->rank + 1);
     }
 }
@@ -265,6 +267,9 @@ smp_replay_judge(const smp_replay *replay)
     const record      *r = replay->now;
     smp_replay_verdict verdict = {.best = r->best, .recorded = r->recorded};
 
+    if (!replay->whole) {
+        return verdict;
+    }
     if (replay->left != 0) {
         return (smp_replay_verdict){.left = replay->left};
     }

@@ -21,6 +21,9 @@
  * pipeline, and its verdict comes with the end of the step.  A rank without the order
  * of that step is a rank whose runs do not fit.
  *
+ * A step that is not whole on pp_rank 0 is neither recorded nor replayed there.  The
+ * other ranks may leave their order in it; the verdict has the orders stay as they are.
+ *
  * Threads  None: the holder of the server's baton, or the main thread between steps.
  */
 #ifndef SMP_SERVER_REPLAY_H
@@ -54,8 +57,9 @@ typedef struct {
 smp_status smp_replay_create(int rank, uint32_t steps, smp_replay **out);
 void       smp_replay_destroy(smp_replay *replay); /* takes NULL */
 
-/* Step `number` begins, > 0; kind: a number for its description. */
-void smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind);
+/* Step `number` begins, > 0; kind: a number for its description.  whole: not known to
+ * have fewer microbatches than others of its kind, as the last step of an epoch may. */
+void smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind, bool whole);
 
 /* Whether this rank follows an order now. */
 bool smp_replay_is_on(const smp_replay *replay);

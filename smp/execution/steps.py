@@ -482,6 +482,7 @@ class Step:
                 ok, value = _core.step(
                     kind,
                     count,
+                    count == rt.cfg.microbatches,
                     active,
                     turns,
                     rt.tables.entry_flags,
