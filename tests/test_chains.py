@@ -84,9 +84,9 @@ class Reversed(torch.autograd.Function):
 class Blocks(nn.Module):
     """Calls its blocks, all of another rank, one after another, in one of several ways."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, blocks: int = 4) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.wide = nn.Linear(WIDTH, WIDTH)
         self.way, self.number = way, 0
         self.is_odd = True  # the way is taken
@@ -213,7 +213,8 @@ def set_on_all(run: Run, name: str, value: object, block: int | None = None) -> 
 
 def check_way(way: str, owners: tuple[int, ...], **config) -> None:
     """Some steps with blocks on these pp_ranks."""
-    run = Run(Blocks(way), {f"far.blocks.{i}": at for i, at in enumerate(owners)}, **config)
+    net = Blocks(way, len(owners))
+    run = Run(net, {f"far.blocks.{i}": at for i, at in enumerate(owners)}, **config)
     for number in range(STEPS):
         set_on_all(run, "number", number)
         if way in ("changes", "raises", "catches", "sets") and number >= 2:
@@ -239,6 +240,12 @@ def test_a_chain_has_the_bits_of_single_calls(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_so_has_one_that_is_passed_from_owner_to_owner(way, owners):
     check_way(way, owners)
+
+
+@on_ranks(2)
+@pytest.mark.stress
+def test_so_have_more_calls_in_a_row_than_one_chain_takes():
+    check_way("plain", (1,) * 70)
 
 
 @on_ranks(3)

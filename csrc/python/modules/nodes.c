@@ -5,7 +5,7 @@
 
 #include "comm/messaging/comm.h"
 #include "python/modules/gradients.h"
-#include "python/modules/passing.h"
+#include "python/modules/passing_gradients.h"
 #include "python/modules/placeholders.h"
 #include "python/modules/reach.h"
 #include "python/modules/session.h"

@@ -1,8 +1,9 @@
 /* A chain over several owners: each runs a stretch of its calls in a context of its
  * own, and passes the rest on to the next one.
  *
- *     forward    caller -> first owner -> ... -> last owner -> caller
- *     backward   caller -> last owner -> ... -> first owner -> caller
+ *     caller -> first owner -> ... -> last owner -> caller
+ *
+ * The backward goes the other way (passing_gradients.h).
  *
  * A request that is passed on looks like one of the caller: values around tensors, and
  * further calls.  Its place (served.h) says whom to answer, and what the calls so far
@@ -21,8 +22,6 @@
 #include "python/modules/context.h"
 #include "python/modules/served.h"
 #include "python/modules/stretch.h"
-
-/* ------------------------------------------------------------------------ forward */
 
 /* Appends the place of the caller's request.
  *
@@ -64,40 +63,5 @@ int smp_pass_note(smp_context *context, const smp_served_chain *chain);
 /* The caller's unreached tensors up to this owner (reach.h); counts them all. */
 uint64_t smp_pass_unreached(const smp_served_chain *chain, const smp_context *context,
                             size_t *ninputs);
-
-/* ----------------------------------------------------------------------- backward */
-
-/* Appends the gradients of all but the last stretch to the caller's request.
- *
- * gradients  of the outputs of the whole chain in the graph. */
-int smp_pass_pack_gradients(smp_pack *pack, const smp_stretch *stretches,
-                            size_t nstretches, PyObject *const *gradients);
-
-/* Gradients on their way from owner to owner. */
-typedef struct {
-    int       reply_to;
-    uint64_t  reply;
-    PyObject *gradients; /* owned: list, by stretch before: list of its outputs' */
-    PyObject *terms;     /* owned: list, by stretch before and here: list of (number of
-                            the output, gradient) */
-    PyObject *caller;    /* owned: list: the caller's */
-    PyObject *kept;      /* owned: list of places (context.h); NULL: none */
-} smp_pass_gradients;
-
-int  smp_pass_read_gradients(smp_pass_gradients *passed, smp_unpack *unpack, int source,
-                             uint64_t call);
-void smp_pass_gradients_fini(smp_pass_gradients *passed);
-
-/* Appends the edges of the context's outputs with terms of later stretches to the
- * roots, and the terms to the gradients; both lists. */
-int smp_pass_add_roots(const smp_pass_gradients *passed, const smp_context *context,
-                       PyObject *roots, PyObject *grads);
-
-/* Appends gradients of the context's inputs, and answers the caller or passes them on.
- *
- * state      travels with it; NULL: none.
- * envelope   the request's. */
-int smp_pass_gradients_on(smp_pass_gradients *passed, const smp_context *context,
-                          PyObject *state, smp_envelope envelope);
 
 #endif

@@ -8,7 +8,7 @@
 #include "python/modules/failure.h"
 #include "python/modules/gradients.h"
 #include "python/modules/object_changes.h"
-#include "python/modules/passing.h"
+#include "python/modules/passing_gradients.h"
 #include "python/modules/placeholders.h"
 #include "python/modules/reach.h"
 #include "python/modules/run_entry.h"

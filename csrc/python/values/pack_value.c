@@ -362,3 +362,12 @@ smp_pack_value(smp_pack *pack, PyObject *value)
     pack->depth--;
     return result;
 }
+
+int
+smp_pack_new_value(smp_pack *pack, PyObject *value)
+{
+    const int failed = value == NULL ? -1 : smp_pack_value(pack, value);
+
+    Py_XDECREF(value);
+    return failed;
+}

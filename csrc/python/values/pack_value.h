@@ -11,6 +11,9 @@
 /* Appends a value. */
 int smp_pack_value(smp_pack *pack, PyObject *value);
 
+/* Appends a new value, taken; NULL: its exception. */
+int smp_pack_new_value(smp_pack *pack, PyObject *value);
+
 /* Appends the present contents of a list, dict, set or object, without a number. */
 int smp_pack_contents(smp_pack *pack, PyObject *object);
 
