@@ -164,8 +164,9 @@ def step(
     failure, the value is its description by `configure`'s ``describe_error``.
 
     kind: 0 simple, 1 interleaved, 2 as in ``turns`` (microbatch, phase); -1: serve pp_rank 0.
-    whole: with all microbatches of the configuration.  active: microbatches at a time.  entry_flags: a byte for each entry.  run_root: called for
-    each microbatch, on a worker's thread.  described: to be alike on all ranks.
+    whole: with all microbatches of the configuration.  active: microbatches at a time.
+    entry_flags: a byte for each entry.  run_root: called for each microbatch, on a worker's
+    thread.  described: to be alike on all ranks.
 
     ConnectionError: a rank is lost, or has left.  RuntimeError: a deadlock, or the ranks do not
     make the same calls.  KeyboardInterrupt and other exceptions of signals.

@@ -100,9 +100,7 @@ class Blocks(nn.Module):
             late = self.is_odd and self.number >= 2 and i == 2  # links are known by then
             if self.way == "pairs":
                 x, mask = block(x, mask, pairs=True)
-            elif self.way == "drops" and late:
-                continue
-            elif self.way == "drops others" and dropped == i:
+            elif late if self.way == "drops" else self.way == "drops others" and dropped == i:
                 continue
             elif self.way == "another argument" and late:
                 x = block(x, mask + 1)
@@ -194,7 +192,8 @@ class Blocks(nn.Module):
 
 WAYS = (
     "plain", "pairs", "keywords", "drops", "drops others", "another argument", "another value",
-    "in place", "mask in place", "draws", "hooked", "no grad", "keeps", "changes", "raises", "catches",
+    "in place", "mask in place", "draws", "hooked", "no grad", "keeps", "changes", "raises",
+    "catches",
     "shares", "uses what it shares", "touches", "touches later", "cache", "sets",
     "itself for a mask",
     "two masks", "two masks, in place", "two masks, another one", "two masks, with grad",
