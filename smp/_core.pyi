@@ -48,7 +48,13 @@ class GroupError(Error, DistBackendError):
     """
 
 class PeerError(Error, ConnectionError):
-    """An error of steps, and of messages to other ranks outside of groups."""
+    """A rank that is gone, in a step or in a message outside of groups."""
+
+class StepError(Error, RuntimeError):
+    """Steps of ranks that do not fit.
+
+    SMP_ERR_MISMATCH: the ranks do not make the same calls.  SMP_ERR_DEADLOCK: each rank waits.
+    """
 
 # ----------------------------------------------------------------- the session of a rank
 
@@ -168,8 +174,8 @@ def step(
     entry_flags: a byte for each entry.  run_root: called for each microbatch, on a worker's
     thread.  described: to be alike on all ranks.
 
-    ConnectionError: a rank is lost, or has left.  RuntimeError: a deadlock, or the ranks do not
-    make the same calls.  KeyboardInterrupt and other exceptions of signals.
+    PeerError: a rank is lost, or has left.  StepError: a deadlock, or the ranks do not make the
+    same calls.  KeyboardInterrupt and other exceptions of signals.
     """
 
 def send_end(value: object, /) -> None:

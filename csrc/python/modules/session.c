@@ -44,26 +44,27 @@ smp_session_raise(smp_status status, const char *doing)
                                smp_session_own_name(), (unsigned)session->step);
     } else if (status == SMP_ERR_MISMATCH && session->server != NULL &&
                session->in_sequence) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "smp: %s: the ranks of a DP_GROUP do not run the same, as "
-                     "deterministic_server needs: %s.  A model that chooses modules by "
-                     "its data must choose alike on them [SMP_ERR_MISMATCH]",
-                     doing, smp_server_mismatch(session->server));
+        return smp_error_raise(
+            smp_error_of_step, status, NULL,
+            "smp: %s: the ranks of a DP_GROUP do not run the same, as "
+            "deterministic_server needs: %s.  A model that chooses modules by "
+            "its data must choose alike on them",
+            doing, smp_server_mismatch(session->server));
     } else if (status == SMP_ERR_MISMATCH && session->server != NULL) {
-        PyErr_Format(
-            PyExc_RuntimeError,
+        return smp_error_raise(
+            smp_error_of_step, status, NULL,
             "smp: %s: the ranks of a TP_GROUP do not make the same calls of "
             "distributed modules: %s.  A model that chooses modules by its data "
-            "must choose alike on them [SMP_ERR_MISMATCH]",
+            "must choose alike on them",
             doing, smp_server_mismatch(session->server));
     } else if (status == SMP_ERR_DEADLOCK) {
         char waits[8192];
 
         (void)smp_server_write_deadlock(session->server, waits, sizeof(waits));
-        PyErr_Format(
-            PyExc_RuntimeError,
+        return smp_error_raise(
+            smp_error_of_step, status, NULL,
             "smp: %s: a deadlock: no rank has anything to run, and no message is "
-            "under way [SMP_ERR_DEADLOCK]\n%s",
+            "under way\n%s",
             doing, waits);
     } else {
         PyErr_Format(status == SMP_ERR_NO_MEMORY   ? PyExc_MemoryError

@@ -1,4 +1,4 @@
-/* Three classes, and how the two that are raised are made. */
+/* Four classes, and how the three that are raised are made. */
 #include "python/values/error.h"
 
 #include <stdarg.h>
@@ -9,6 +9,7 @@
 
 PyObject *smp_error_of_group;
 PyObject *smp_error_of_peer;
+PyObject *smp_error_of_step;
 
 /* A tuple of the keys. */
 static PyObject *
@@ -97,7 +98,11 @@ smp_error_add(PyObject *module)
             smp_error_of_group == NULL
                 ? NULL
                 : add_kind(module, "smp._core.PeerError", base, PyExc_ConnectionError);
-        added = smp_error_of_peer != NULL;
+        smp_error_of_step =
+            smp_error_of_peer == NULL
+                ? NULL
+                : add_kind(module, "smp._core.StepError", base, PyExc_RuntimeError);
+        added = smp_error_of_step != NULL;
     }
     Py_XDECREF(attributes);
     Py_XDECREF(base);

@@ -13,10 +13,12 @@
 
 #include "common/status.h"
 
-/* smp._core.GroupError, of collectives: a torch.distributed.DistBackendError, too; and
- * smp._core.PeerError, of steps: a ConnectionError.  Borrowed. */
+/* smp._core.GroupError, of collectives: a torch.distributed.DistBackendError, too;
+ * smp._core.PeerError, of ranks that are gone: a ConnectionError; and
+ * smp._core.StepError, of ranks whose steps do not fit: a RuntimeError.  Borrowed. */
 extern PyObject *smp_error_of_group;
 extern PyObject *smp_error_of_peer;
+extern PyObject *smp_error_of_step;
 
 /* Keys of the two calls of a mismatch; 0: none. */
 typedef struct {

@@ -65,7 +65,7 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 def is_mismatch(error: Exception) -> bool:
     """Whether a collective failed because another rank called another operation."""
-    return isinstance(error, _core.Error) and error.status == "SMP_ERR_MISMATCH"
+    return isinstance(error, _core.GroupError) and error.status == "SMP_ERR_MISMATCH"
 
 
 def hear(where: str, error: Exception) -> None:
