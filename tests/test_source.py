@@ -122,6 +122,8 @@ ROOMS = (
     "execution", "nn", "start", "timeline",
 )  # fmt: skip
 ABOVE_ALL = {"__init__", "__main__", "self_test"}
+# Likewise the folders in one.
+WITHIN = {"tensor_parallel": ("backward", "rows", "splits")}
 
 
 def files(*suffixes: str, under: list[str] = OURS) -> Iterator[tuple[Path, str]]:
@@ -170,17 +172,17 @@ def test_no_file_includes_itself_by_way_of_others():
         pytest.fail(" includes ".join(reversed(error.args[1])))
 
 
-def imported(path: Path, text: str) -> Iterator[str]:
-    """Names of rooms that a file of smp imports."""
+def imported(text: str, package: str = "smp") -> Iterator[str]:
+    """Names of a package's modules and folders that a file imports."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
-            package, *below = node.module.split(".")
-            if package == "smp":
-                yield from below[:1] or (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("smp."):
-                    yield alias.name.split(".")[1]
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        inside = f"{package}."
+        yield from (n[len(inside) :].split(".")[0] for n in names if n.startswith(inside))
 
 
 def test_rooms_of_smp_are_layers():
@@ -188,7 +190,16 @@ def test_rooms_of_smp_are_layers():
         room = path.parts[1].removesuffix(".py")
         if room not in ABOVE_ALL:
             may = {*ROOMS[: ROOMS.index(room) + 1], "_core", "_mpi"}
-            assert set(imported(path, text)) <= may, path
+            assert set(imported(text)) <= may, path
+
+
+@pytest.mark.parametrize("room", WITHIN)
+def test_so_are_folders_within_a_room(room):
+    for level, folder in enumerate(WITHIN[room]):
+        for path, text in files(".py", under=[f"smp/{room}/{folder}"]):
+            assert set(imported(text, f"smp.{room}")).isdisjoint(WITHIN[room][level + 1 :]), (
+                path
+            )
 
 
 def test_python_h_is_included_in_one_folder_only():

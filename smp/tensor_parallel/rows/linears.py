@@ -19,8 +19,8 @@ from smp.pytorch.compiled_code import not_traced
 from smp.slicing import split_parameters
 from smp.slicing.slices import Slices, mark, refuse_copies, slices_of
 from smp.tensor_parallel import group, primitives, script_uses
+from smp.tensor_parallel.rows import adapters
 from smp.tensor_parallel.rows.regions import draw_alike, give_back, rows_to_give_back
-from smp.tensor_parallel.splits import adapters
 
 
 class TooShort(ValueError):

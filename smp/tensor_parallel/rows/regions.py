@@ -27,9 +27,14 @@ from smp.pytorch.accelerator import RandomState
 from smp.pytorch.compiled_code import not_traced
 from smp.slicing.slices import refuse_copies
 from smp.tensor_parallel import group, primitives, script_uses
-from smp.tensor_parallel.rows import assumed_sizes, caches, random_streams, same_samples
+from smp.tensor_parallel.rows import (
+    assumed_sizes,
+    caches,
+    inside_regions,
+    random_streams,
+    same_samples,
+)
 from smp.tensor_parallel.rows.assumed_sizes import Everyones
-from smp.tensor_parallel.splits import inside_regions
 
 
 class Region(NamedTuple):

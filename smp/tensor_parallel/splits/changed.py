@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from smp.modules.stand_ins import users_class
-from smp.tensor_parallel.splits import adapters, inside_regions
+from smp.tensor_parallel.rows import adapters, inside_regions
 
 _IsPlanned = Callable[[type[nn.Module]], bool]
 

@@ -28,15 +28,9 @@ from smp.pytorch import compiled_code
 from smp.ranks import CommGroup
 from smp.slicing import split_parameters
 from smp.tensor_parallel import group
+from smp.tensor_parallel.rows import adapters, inside_regions
 from smp.tensor_parallel.rows.linears import TooShort
-from smp.tensor_parallel.splits import (
-    adapters,
-    changed,
-    inside_regions,
-    leaf_trial,
-    marking,
-    replacement,
-)
+from smp.tensor_parallel.splits import changed, leaf_trial, marking, replacement
 from smp.tensor_parallel.splits.distributed_module import DistributedModule
 
 FAMILIES = "smp.nn.huggingface"
