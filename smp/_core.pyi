@@ -156,7 +156,6 @@ def mix(a: int, b: int, /) -> int:
 def step(
     kind: int,
     microbatches: int,
-    whole: bool,
     active: int,
     turns: list[tuple[int, int]],
     entry_flags: Buffer,
@@ -170,9 +169,8 @@ def step(
     failure, the value is its description by `configure`'s ``describe_error``.
 
     kind: 0 simple, 1 interleaved, 2 as in ``turns`` (microbatch, phase); -1: serve pp_rank 0.
-    whole: with all microbatches of the configuration.  active: microbatches at a time.
-    entry_flags: a byte for each entry.  run_root: called for each microbatch, on a worker's
-    thread.  described: to be alike on all ranks.
+    active: microbatches at a time.  entry_flags: a byte for each entry.  run_root: called for
+    each microbatch, on a worker's thread.  described: to be alike on all ranks.
 
     PeerError: a rank is lost, or has left.  StepError: a deadlock, or the ranks do not make the
     same calls.  KeyboardInterrupt and other exceptions of signals.

@@ -21,6 +21,7 @@ typedef struct {
 typedef struct {
     uint64_t kind;
     uint64_t used;     /* the last step of the kind; 0: free */
+    int32_t  most;     /* microbatches of a step so far, where they are known */
     uint32_t recorded; /* good steps in a row; alike on all ranks */
     uint64_t best;     /* the fastest of them; likewise */
     int64_t  best_ns;  /* pp_rank 0's */
@@ -37,8 +38,9 @@ struct smp_replay {
     int64_t   begin_ns; /* smp_clock_ns() */
     bool      is_on;    /* now->fastest is followed */
     bool      records_it;
-    bool      whole;
-    size_t    ran; /* so many runs of now->fastest */
+    bool      is_short; /* the step has fewer microbatches than others of its kind */
+    bool      is_long;  /* and more */
+    size_t    ran;      /* so many runs of now->fastest */
     bool      told;
     int64_t   ns;   /* the most of this rank's and of those heard in the stage */
     int32_t   left; /* 1 + the lowest rank; 0: none */
@@ -93,6 +95,7 @@ record_of(smp_replay *replay, uint64_t kind)
         }
     }
     oldest->kind = kind;
+    oldest->most = 0;
     oldest->recorded = 0;
     oldest->best = 0;
     oldest->fastest.step = 0;
@@ -108,17 +111,21 @@ note_left(smp_replay *replay, int32_t left)
 }
 
 void
-smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind, bool whole)
+smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind,
+                 int32_t microbatches)
 {
     record *r = record_of(replay, kind);
 
+    replay->is_short = microbatches < r->most;
+    replay->is_long = r->recorded > 0 && microbatches > r->most;
+    r->most = replay->is_short ? r->most : microbatches;
     r->used = number;
     replay->now = r;
     replay->number = number;
     replay->begin_ns = smp_clock_ns();
-    replay->is_on = whole && r->recorded >= replay->steps && r->fastest.step == r->best;
-    replay->records_it = whole && r->recorded < replay->steps;
-    replay->whole = whole;
+    replay->is_on =
+        !replay->is_short && r->recorded >= replay->steps && r->fastest.step == r->best;
+    replay->records_it = !replay->is_short && r->recorded < replay->steps;
     replay->ran = 0;
     replay->told = false;
     replay->ns = 0;
@@ -126,7 +133,7 @@ smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind, bool whole)
     replay->has_misfit = false;
     r->last.n = 0;
     r->last.step = number;
-    if (whole && !replay->is_on && !replay->records_it) {
+    if (!replay->is_on && !replay->records_it && !replay->is_short) {
         note_left(replay, replay->rank + 1);
     }
 }
@@ -267,15 +274,15 @@ smp_replay_judge(const smp_replay *replay)
     const record      *r = replay->now;
     smp_replay_verdict verdict = {.best = r->best, .recorded = r->recorded};
 
-    if (!replay->whole) {
+    if (replay->is_short) {
         return verdict;
     }
     if (replay->left != 0) {
         return (smp_replay_verdict){.left = replay->left};
     }
     if (replay->records_it) {
-        verdict.recorded++;
-        if (r->best == 0 || replay->ns < r->best_ns) {
+        verdict.recorded = replay->is_long ? 1 : r->recorded + 1;
+        if (r->best == 0 || replay->is_long || replay->ns < r->best_ns) {
             verdict.best = replay->number;
         }
     }

@@ -21,8 +21,9 @@
  * pipeline, and its verdict comes with the end of the step.  A rank without the order
  * of that step is a rank whose runs do not fit.
  *
- * A step that is not whole on pp_rank 0 is neither recorded nor replayed there.  The
- * other ranks may leave their order in it; the verdict has the orders stay as they are.
+ * A step may have fewer microbatches than others of its kind, as the last one of an
+ * epoch.  pp_rank 0 neither records nor replays it.  The other ranks may leave their
+ * order in it; the verdict has the orders stay as they are.
  *
  * Threads  None: the holder of the server's baton, or the main thread between steps.
  */
@@ -57,9 +58,10 @@ typedef struct {
 smp_status smp_replay_create(int rank, uint32_t steps, smp_replay **out);
 void       smp_replay_destroy(smp_replay *replay); /* takes NULL */
 
-/* Step `number` begins, > 0; kind: a number for its description.  whole: not known to
- * have fewer microbatches than others of its kind, as the last step of an epoch may. */
-void smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind, bool whole);
+/* Step `number` begins, > 0; kind: a number for its description.  microbatches: 0 on a
+ * rank that does not know. */
+void smp_replay_begin(smp_replay *replay, uint64_t number, uint64_t kind,
+                      int32_t microbatches);
 
 /* Whether this rank follows an order now. */
 bool smp_replay_is_on(const smp_replay *replay);

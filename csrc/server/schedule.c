@@ -163,6 +163,12 @@ smp_schedule_destroy(smp_schedule *schedule)
     free(schedule);
 }
 
+int32_t
+smp_schedule_microbatches(const smp_schedule *schedule)
+{
+    return schedule->microbatches;
+}
+
 bool
 smp_schedule_next(smp_schedule *schedule, smp_phase phase, int32_t *microbatch)
 {

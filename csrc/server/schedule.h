@@ -45,6 +45,9 @@ smp_status smp_schedule_create(smp_schedule_kind kind, int32_t microbatches,
                                smp_schedule **out);
 void       smp_schedule_destroy(smp_schedule *schedule);
 
+/* Their number in the step. */
+int32_t smp_schedule_microbatches(const smp_schedule *schedule);
+
 /* The microbatch to start now in this phase; false: only waiting can help.  No visible
  * change. */
 bool smp_schedule_next(smp_schedule *schedule, smp_phase phase, int32_t *microbatch);

@@ -44,7 +44,6 @@ struct smp_server {
     bool           overtaken; /* smp_choose()'s */
     uint32_t       step;
     uint64_t       step_kind; /* for the replay */
-    bool           whole;     /* likewise */
     smp_turns     *turns;     /* borrowed; NULL: no gates */
     smp_schedule  *schedule;  /* owned during a step; NULL but on pp_rank 0 */
     uint64_t       calls;
@@ -807,7 +806,8 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
     *end = NULL;
     smp_control_begin(server->control, step);
     if (server->replay != NULL) {
-        smp_replay_begin(server->replay, step, server->step_kind, server->whole);
+        smp_replay_begin(server->replay, step, server->step_kind,
+                         schedule == NULL ? 0 : smp_schedule_microbatches(schedule));
     }
     server->step = step;
     server->overtaken = false;
@@ -833,11 +833,10 @@ smp_server_step(smp_server *server, uint32_t step, smp_schedule *schedule,
 }
 
 void
-smp_server_describe(smp_server *server, const void *bytes, size_t nbytes, bool whole)
+smp_server_describe(smp_server *server, const void *bytes, size_t nbytes)
 {
     const unsigned char *at = bytes;
 
-    server->whole = whole;
     server->step_kind = 0;
     for (size_t i = 0; i < nbytes; i++) {
         server->step_kind = smp_mix(server->step_kind, at[i]);

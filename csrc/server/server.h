@@ -98,10 +98,8 @@ smp_status smp_server_step(smp_server *server, uint32_t step, smp_schedule *sche
                            smp_message **end);
 
 /* The description of this rank's next step, for comparison with pp_rank 0's; borrowed
- * until the step is over.  The default is no bytes.  whole: as in smp_replay_begin().
- */
-void smp_server_describe(smp_server *server, const void *bytes, size_t nbytes,
-                         bool whole);
+ * until the step is over.  The default is no bytes. */
+void smp_server_describe(smp_server *server, const void *bytes, size_t nbytes);
 
 /* A call's number: unique among this rank's. */
 uint64_t smp_server_next_call(smp_server *server);

@@ -482,7 +482,6 @@ class Step:
                 ok, value = _core.step(
                     kind,
                     count,
-                    count == rt.cfg.microbatches,
                     active,
                     turns,
                     rt.tables.entry_flags,

@@ -23,7 +23,7 @@ step(smp_replay *replay, uint64_t number, const smp_ready *runs, size_t n)
 {
     smp_replay_verdict verdict;
 
-    smp_replay_begin(replay, number, KIND, true);
+    smp_replay_begin(replay, number, KIND, 4);
     for (size_t i = 0; i < n; i++) {
         CHECK_OK(smp_replay_run(replay, &runs[i]));
     }
@@ -45,7 +45,7 @@ replaying(const smp_ready *runs, size_t n)
 
         CHECK(verdict.recorded == number && verdict.left == 0 && verdict.best >= 1);
     }
-    smp_replay_begin(replay, STEPS + 1, KIND, true);
+    smp_replay_begin(replay, STEPS + 1, KIND, 4);
     CHECK(smp_replay_is_on(replay));
     return replay;
 }
@@ -88,7 +88,7 @@ TEST(a_run_that_does_not_fit_ends_the_replay_and_is_told_once)
         CHECK(smp_replay_take_misfit(replay, &told, &missing));
         CHECK(smp_ready_is_same(&told, &unfit[i]) && !missing);
         CHECK(!smp_replay_take_misfit(replay, &told, &missing));
-        smp_replay_begin(replay, STEPS + 2, KIND, true);
+        smp_replay_begin(replay, STEPS + 2, KIND, 4);
         CHECK(!smp_replay_is_on(replay));
         smp_replay_destroy(replay);
     }
@@ -103,9 +103,9 @@ TEST(a_step_with_fewer_runs_and_one_of_a_rank_without_the_order_do_not_fit)
     CHECK(smp_replay_tell(replay).left == 1);
     /* Then all record; the best of a rank that has missed it is another step. */
     smp_replay_end(replay, &(smp_replay_verdict){.left = 1});
-    smp_replay_begin(replay, STEPS + 2, KIND, true);
+    smp_replay_begin(replay, STEPS + 2, KIND, 4);
     smp_replay_end(replay, &(smp_replay_verdict){.best = STEPS + 9, .recorded = STEPS});
-    smp_replay_begin(replay, STEPS + 3, KIND, true);
+    smp_replay_begin(replay, STEPS + 3, KIND, 4);
     CHECK(!smp_replay_is_on(replay));
     CHECK(smp_replay_tell(replay).left == 1);
     smp_replay_destroy(replay);
@@ -119,7 +119,7 @@ TEST(words_choose_the_fastest_step_and_differing_ones_begin_anew)
 
     CHECK_OK(smp_replay_create(0, 3, &replay));
     for (uint64_t number = 1; number <= 2; number++) {
-        smp_replay_begin(replay, number, KIND, true);
+        smp_replay_begin(replay, number, KIND, 4);
         word = smp_replay_tell(replay);
         word.ns =
             number == 1 ? 900000000000 : 800000000000; /* the slowest pipeline's */
@@ -130,7 +130,7 @@ TEST(words_choose_the_fastest_step_and_differing_ones_begin_anew)
         smp_replay_end(replay, &verdict);
         CHECK(verdict.best == number && verdict.recorded == number);
     }
-    smp_replay_begin(replay, 3, KIND, true);
+    smp_replay_begin(replay, 3, KIND, 4);
     word = smp_replay_tell(replay);
     word.recorded--; /* its last step failed */
     smp_replay_hear(replay, &word, false);
@@ -146,15 +146,15 @@ TEST(kinds_of_steps_have_orders_of_their_own_up_to_a_number)
 
     (void)smp_replay_tell(replay);
     for (uint64_t kind = 20; kind < 27; kind++) {
-        smp_replay_begin(replay, kind, kind, true);
+        smp_replay_begin(replay, kind, kind, 4);
         CHECK(!smp_replay_is_on(replay));
     }
-    smp_replay_begin(replay, 27, KIND, true);
+    smp_replay_begin(replay, 27, KIND, 4);
     CHECK(smp_replay_is_on(replay));
     for (uint64_t kind = 30; kind < 38; kind++) {
-        smp_replay_begin(replay, kind, kind, true);
+        smp_replay_begin(replay, kind, kind, 4);
     }
-    smp_replay_begin(replay, 38, KIND, true);
+    smp_replay_begin(replay, 38, KIND, 4);
     CHECK(!smp_replay_is_on(replay));
     smp_replay_destroy(replay);
 }
@@ -167,7 +167,7 @@ TEST(a_step_with_fewer_microbatches_leaves_the_order_as_it_is)
     smp_replay_verdict verdict;
 
     for (uint64_t number = STEPS + 2; number < STEPS + 4; number++) {
-        smp_replay_begin(replay, number, KIND, false);
+        smp_replay_begin(replay, number, KIND, 3);
         CHECK(!smp_replay_is_on(replay));
         CHECK_OK(smp_replay_run(replay, &runs[1]));
         word.left = 2; /* the other rank waited for more */
@@ -176,8 +176,15 @@ TEST(a_step_with_fewer_microbatches_leaves_the_order_as_it_is)
         CHECK(verdict.recorded == STEPS && verdict.left == 0);
         smp_replay_end(replay, &verdict);
     }
-    smp_replay_begin(replay, STEPS + 4, KIND, true);
+    smp_replay_begin(replay, STEPS + 4, KIND, 4);
     CHECK(smp_replay_is_on(replay));
+    smp_replay_end(replay, &(smp_replay_verdict){.left = 1});
+    for (int32_t more = 4; more < 6; more++) { /* a longer step is the first recorded */
+        smp_replay_begin(replay, (uint64_t)(STEPS + 1 + more), KIND, more);
+        verdict = smp_replay_judge(replay);
+        CHECK(verdict.recorded == 1 && verdict.best == (uint64_t)(STEPS + 1 + more));
+        smp_replay_end(replay, &verdict);
+    }
     smp_replay_destroy(replay);
 }
 

@@ -871,11 +871,11 @@ TEST_OF(rank, ranks_that_describe_the_step_otherwise_fail_it)
         const char *other = i == 0 ? "evaluate" : "tests";
 
         smp_server_describe(self->server, self->w->rank == 1 ? other : "train",
-                            self->w->rank == 1 ? strlen(other) : 5, true);
+                            self->w->rank == 1 ? strlen(other) : 5);
         expect_step(self, 2, SMP_ERR_CLOSED);
         CHECK(self->mismatches == (self->w->rank == 1) * (i + 1));
     }
-    smp_server_describe(self->server, "train", 5, true);
+    smp_server_describe(self->server, "train", 5);
     expect_step(self, 2, SMP_OK);
     expect_step(self, 2, SMP_OK);
 }

@@ -58,14 +58,13 @@ read_end(smp_message *end)
 /* Bits of an entry's byte: as in smp/modules/remote_modules.py. */
 enum { ENTRY_TRAINS = 1, ENTRY_CHAINS = 2, ENTRY_COLLECTIVE = 4 };
 
-/* step(kind, microbatches, whole, active, turns, entry_flags, run_root, seed,
- * backwards, described)
+/* step(kind, microbatches, active, turns, entry_flags, run_root, seed, backwards,
+ * described)
  * -> (ok, value)
  *
  * kind: 0 simple, 1 interleaved, 2 turns; -1 on ranks other than 0: they serve.  ok:
  * value was sent by pp_rank 0 at the end (None on rank 0); not ok: value describes the
- * failure.  whole: these are all microbatches.  entry_flags: bytes, by entry.
- * described: bytes, alike on all ranks. */
+ * failure.  entry_flags: bytes, by entry.  described: bytes, alike on all ranks. */
 static PyObject *
 py_step(PyObject *module, PyObject *args)
 {
@@ -82,13 +81,12 @@ py_step(PyObject *module, PyObject *args)
     Py_buffer          flags;
     int                kind;
     int                microbatches;
-    int                whole;
     int                active;
     int                backwards;
     unsigned long long seed;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "iipiO!y*OKiS", &kind, &microbatches, &whole, &active,
+    if (!PyArg_ParseTuple(args, "iiiO!y*OKiS", &kind, &microbatches, &active,
                           &PyList_Type, &list, &flags, &run_root, &seed, &backwards,
                           &described)) {
         return NULL;
@@ -128,7 +126,7 @@ py_step(PyObject *module, PyObject *args)
     Py_XSETREF(session->run_root, Py_NewRef(run_root));
     Py_XSETREF(session->described, Py_NewRef(described));
     smp_server_describe(session->server, PyBytes_AS_STRING(described),
-                        (size_t)PyBytes_GET_SIZE(described), whole);
+                        (size_t)PyBytes_GET_SIZE(described));
     Py_XSETREF(session->context_vars, PyContext_CopyCurrent());
     Py_CLEAR(session->error);
     if (smp_session_raise_signal()) { /* late in a step, before its failure */
