@@ -1,5 +1,6 @@
 """Optimizer state shared out among the replicas (``shard_optimizer_state``)."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp 4": (4, {}),
     "pp dp": (4, {"pipeline_parallel_degree": 2}),
     "tp dp": (4, {"tensor_parallel_degree": 2}),
+    "pp tp": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -49,13 +51,16 @@ def job(kind: str, **options: Any) -> None:
     smp.init({**JOBS[kind][1], "microbatches": 2, **options})
 
 
-def wrapped(make: Callable, late: bool = True) -> tuple[Any, Any]:
+def wrapped(make: Callable, late: bool = True, checkpoints: bool = False) -> tuple[Any, Any]:
     torch.manual_seed(3)
     with smp.tensor_parallelism(enabled=smp.tp_size() > 1):
         module = Net()
     if smp.pp_size() > 1:
         for path, one in module.named_modules():
             smp.set_partition(one, int(path.startswith(("second", "output"))))
+    if checkpoints:  # of modules of both stages, and one in another
+        smp.set_activation_checkpointing(module)
+        smp.set_activation_checkpointing(module.second)
     early = None if late else make(module.parameters())
     model = smp.DistributedModel(module, bucket_cap_mb=0.01)
     return model, smp.DistributedOptimizer(early or make(model.parameters()))
@@ -132,6 +137,21 @@ def test_every_kind_of_parallelism_has_the_bits_of_the_job_without_shards(kind, 
     if kind == "tp dp" and name == "adafactor":
         name = "adagrad"  # norms of slices are refused
     run_both(kind, name, half)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("kind", "pipeline"), [("pp dp", "interleaved"), ("pp tp", "simple")])
+def test_checkpoints_and_offloading_beside_shards_change_no_bit(kind, pipeline, monkeypatch):
+    monkeypatch.setenv("SMP_JITTER", str(41 + int(os.environ["OMPI_COMM_WORLD_RANK"])))
+    results = []
+    for on in (False, True):
+        smp.reset()
+        options = {"offload_activations": on, "shard_optimizer_state": on and kind == "pp dp"}
+        job(kind, pipeline=pipeline, **options)
+        model, optimizer = wrapped(OPTIMIZERS["adamw"], checkpoints=on)
+        seen = train(model, optimizer, 0, 3)
+        results.append([torch.stack(seen), *everything(model, optimizer)])
+    assert_same(results[1], results[0])
 
 
 @on_ranks(2, 4)

@@ -6,6 +6,7 @@ call again (``csrc/python/modules/nodes.h``).
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch.utils import checkpoint
@@ -14,6 +15,7 @@ from smp import _core
 from smp.checkpointing import activation_checkpointing
 from smp.modules import live_models
 from smp.pytorch import patches
+from smp.runtime import collective_chain
 
 _HOOKS = {
     f"{checkpoint._checkpoint_hook.__qualname__}.__init__.<locals>.pack_hook": 1,
@@ -67,6 +69,7 @@ def _again(function: Callable) -> Callable:
     before_first = _core.requests()
     if before_first is None:
         return function
+    is_carried = collective_chain.is_carried()
 
     def again(*args: Any, **kwargs: Any) -> Any:
         before = _core.requests()
@@ -74,7 +77,8 @@ def _again(function: Callable) -> Callable:
             return function(*args, **kwargs)
         _core.set_requests(before_first)
         try:
-            return function(*args, **kwargs)
+            with collective_chain.opened(runs_again=True) if is_carried else nullcontext():
+                return function(*args, **kwargs)
         finally:
             _core.set_requests(before)
 

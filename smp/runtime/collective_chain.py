@@ -31,19 +31,26 @@ from smp.pytorch.compiled_code import not_traced
 
 class _InThisThread(threading.local):
     tokens: list[Tensor] | None = None  # None: in no call of the model
+    runs_again = False  # in a checkpoint's second forward
 
 
 _chain = _InThisThread()
 
 
 @contextmanager
-def opened() -> Iterator[None]:
-    """A call of the model, or a request of one: its collectives are a chain."""
-    before, _chain.tokens = _chain.tokens, []
+def opened(runs_again: bool = False) -> Iterator[None]:
+    """A call of the model, or a request of one: its collectives are a chain.
+
+    Args:
+        runs_again: in a checkpoint's second forward, whose requests bring back tokens as those
+            of the first one; the gradients go to the first one's.
+    """
+    before = _chain.tokens, _chain.runs_again
+    _chain.tokens, _chain.runs_again = [], runs_again
     try:
         yield
     finally:
-        _chain.tokens = before
+        _chain.tokens, _chain.runs_again = before
 
 
 def is_open() -> bool:
@@ -55,8 +62,8 @@ def is_carried() -> bool:
     """Whether a request of this thread is a part of a chain."""
     if _chain.tokens is None or not torch.is_grad_enabled():
         return False
-    # A forward computed again in a backward has a graph of its own there.
-    return torch._C._current_graph_task_id() == -1
+    # A forward computed again in a reentrant backward has a graph of its own there.
+    return _chain.runs_again or torch._C._current_graph_task_id() == -1
 
 
 def take(token: Tensor | None) -> None:
