@@ -311,6 +311,23 @@ def test_parameters_frozen_thawed_added_and_removed_between_steps_train():
     assert_same(results[1], results[0])
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("half", [{}, {"bf16": True}], ids=["float32", "bf16"])
+def test_groups_filled_anew_with_the_models_parameters_keep_masters_and_state(half):
+    results = []
+    for sharded, anew in ((False, False), (False, True), (True, True)):
+        smp.reset()
+        job("dp", shard_optimizer_state=sharded, **half)
+        model, optimizer = wrapped(OPTIMIZERS["sgd"])
+        train(model, optimizer, 0, 2)
+        if anew:
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        train(model, optimizer, 2, 4)
+        results.append(everything(model, optimizer))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
 # ------------------------------------------------------------------------ saving
 
 

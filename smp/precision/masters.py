@@ -65,6 +65,7 @@ class Masters:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self._made: dict[int, MasterWeight] = {}  # by id of the model's parameter, kept alive
         _every.add(self)
 
     def every(self) -> list[MasterWeight]:
@@ -81,7 +82,10 @@ class Masters:
 
     @among_slices
     def make(self) -> None:
-        """Make masters of half parameters without one: of this rank, once partitioned."""
+        """Make masters of half parameters without one: of this rank, once partitioned.
+
+        A half parameter that the script has put back into a group gets its master again.
+        """
         if keeps_its_own(self.optimizer):
             return
         for group in self.optimizer.param_groups:
@@ -91,8 +95,14 @@ class Masters:
                     continue
                 if not keeps_state(parameter):
                     continue
+                if (former := self._made.get(id(model_parameter(parameter)))) is not None:
+                    members[place] = former
+                    if former.stands_for is not parameter:
+                        former.stands_for, former.seen = parameter, -1
+                    continue
                 patches.foreach_masters.while_alive(self.optimizer, MasterWeight)
                 members[place] = master = _master_of(parameter)
+                self._made[id(model_parameter(parameter))] = master
                 if parameter in self.optimizer.state:
                     state = self.optimizer.state
                     state[master] = state.pop(parameter)

@@ -33,6 +33,7 @@ class ShardedOptimizer:
         self._cuts = rules.updates_by_element(optimizer)
         self._has_warned = False
         self._updated: set[int] = set()  # ids of the model's parameters, in this step
+        self._slices: dict[int, SliceParameter] = {}  # by id of the parameter, kept alive
         self.owners = Owners(self._members, self._may_cut)
 
     def _members(self) -> list[Tensor]:
@@ -92,8 +93,12 @@ class ShardedOptimizer:
         )
         if isinstance(present, SliceParameter) and present.is_current():
             return
+        if present is None and (former := self._slices.get(id(whole))) is not None:
+            members[place] = former  # the script has put the parameter back
+            self._give_slice(members, place, part)
+            return
         patches.foreach_slices.while_alive(self._optimizer, SliceParameter)
-        made = slice_of(whole, part)
+        self._slices[id(whole)] = made = slice_of(whole, part)
         if present is not None and present is not member:  # of a master weight
             member.stands_for, member.seen = made, -1
             return
