@@ -1,5 +1,6 @@
 """``smp.memory_report()``: the bytes of each rank, by kind."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -184,7 +185,7 @@ def _measure_host(one: Bytes) -> None:
     one.pool = resident.get("RssShmem", 0)
     one.in_use = resident.get("VmRSS", 0)
     one.peak = max(one.in_use, resident.get("VmHWM", 0))
-    one.holes = _core.heap_holes()
+    one.holes = max(0, _core.heap_holes() - _given_back())
     _rest(one)
 
 
@@ -218,6 +219,18 @@ def _from_status() -> dict[str, int]:
     except OSError:
         return {}
     return {words[0][:-1]: int(words[1]) << 10 for words in lines if words[-1] == "kB"}
+
+
+def _given_back() -> int:
+    """Bytes of the heap without a page, as after ``malloc_trim(0)``."""
+    try:
+        with open("/proc/self/smaps") as maps:
+            heap = itertools.dropwhile(lambda line: not line.endswith("[heap]\n"), maps)
+            sizes = [line.split() for line in itertools.islice(heap, 1, 8)]
+    except OSError:
+        return 0
+    of = {words[0]: int(words[1]) << 10 for words in sizes if words[-1] == "kB"}
+    return of.get("Size:", 0) - of.get("Rss:", 0)
 
 
 def _reset_peak() -> None:

@@ -95,6 +95,18 @@ def test_a_peak_is_of_the_time_since_its_reset():
 
 
 @on_ranks(2)
+def test_holes_of_the_heap_are_pages_that_the_process_has():
+    smp.init({})
+    tensors = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(64)]
+    before = smp.memory_report().every[0].holes
+    del tensors[::2]
+    free = smp.memory_report().every[0].holes
+    smp.empty_cache()
+    assert free >= before + (24 << 20)
+    assert smp.memory_report().every[0].holes <= free - (24 << 20)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("for_report", [True, False], ids=["", "none for the report either"])
 def test_without_memory_in_the_optimizer_the_note_has_it_by_kind(for_report, monkeypatch):
     model, optimizer, step, _ = made()
