@@ -117,13 +117,6 @@ may_come(const smp_ledger *ledger, const microbatch_state *mb, const slot *s,
     return false;
 }
 
-/* Whether a checkpoint may call an entry that uses the parameter again. */
-static bool
-is_suspect(const microbatch_state *mb, int32_t parameter)
-{
-    return !mb->done && mb->suspect != NULL && mb->suspect[parameter];
-}
-
 /* s: the parameter's slot in the microbatch; NULL: it has none. */
 static bool
 is_finished(const smp_ledger *ledger, int32_t microbatch, const slot *s,
@@ -134,7 +127,10 @@ is_finished(const smp_ledger *ledger, int32_t microbatch, const slot *s,
     if (mb->done) {
         return true;
     }
-    if (mb->backwards < ledger->backwards || is_suspect(mb, parameter)) {
+    if (mb->backwards < ledger->backwards) {
+        return false;
+    }
+    if (mb->suspect != NULL && mb->suspect[parameter]) {
         return false;
     }
     return !may_come(ledger, mb, s, mb->backwards - 1, 0, parameter);
@@ -179,8 +175,7 @@ settle(smp_ledger *ledger, slot *s, int32_t parameter, bool all)
         void      *value;
         smp_status status;
 
-        if (!all && (is_suspect(mb, parameter) ||
-                     may_come(ledger, mb, s, s->backward, t->order, parameter))) {
+        if (!all && may_come(ledger, mb, s, s->backward, t->order, parameter)) {
             return SMP_OK;
         }
         value = t->value;

@@ -69,8 +69,7 @@ smp_status smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t orde
 smp_status smp_ledger_close(smp_ledger *ledger, int32_t microbatch, uint64_t order,
                             int32_t entry);
 
-/* A forward of `entry` without a graph: a checkpoint may run it again in backward.  The
- * terms of its parameters wait for the end of the microbatch. */
+/* A forward of `entry` without a graph: a checkpoint may run it again in backward. */
 smp_status smp_ledger_suspect(smp_ledger *ledger, int32_t microbatch, int32_t entry);
 
 /* Backward number `backward` (from 0) of the microbatch has begun. */

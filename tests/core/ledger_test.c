@@ -339,7 +339,7 @@ SCENARIO(a_suspect_waits_until_its_microbatch_is_done, 2, 1, OPEN(0, 1, 0),
          SUSPECT(0, 0), BACKWARD(0, 0), BACKWARD(1, 0), ADD(0, 0, 1, 0, "c1"),
          CLOSE(0, 1, 0), GRADIENT(0, "G"), OPEN(0, 2, 0), ADD(0, 0, 2, 0, "again"),
          CLOSE(0, 2, 0), GRADIENT(0, "G"), COMPLETED(2, 0), DONE(0),
-         GRADIENT(0, "(G+(again+c1))"), COMPLETED(0, 1))
+         GRADIENT(0, "(G+(c1+again))"), COMPLETED(0, 1))
 
 /* Without any model.backward; the graph outlives its microbatch. */
 SCENARIO(done_closes_what_gets_no_backward, 2, 1, OPEN(0, 1, 0), OPEN(1, 1, 0),
