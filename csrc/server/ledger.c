@@ -24,10 +24,11 @@ typedef struct slot {
     struct slot *next;     /* later microbatch */
 } slot;
 
-/* A forward with its graph kept. */
+/* A forward with its graph kept, or promised. */
 typedef struct open_forward {
     uint64_t             order;
     int32_t              entry;
+    bool                 promised;
     struct open_forward *next; /* lower order */
 } open_forward;
 
@@ -420,18 +421,43 @@ smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t 
     if (!in_range(ledger, microbatch, entry)) {
         return SMP_ERR_INVALID;
     }
-    opened = malloc(sizeof(*opened));
-    if (opened == NULL) {
-        return SMP_ERR_NO_MEMORY;
-    }
-    *opened = (open_forward){.order = order, .entry = entry};
     at = &ledger->microbatches[microbatch].open;
     while (*at != NULL && (*at)->order > order) {
         at = &(*at)->next;
     }
-    opened->next = *at;
+    for (opened = *at; opened != NULL && opened->order == order;
+         opened = opened->next) {
+        if (opened->promised && opened->entry == entry) {
+            opened->promised = false;
+            return SMP_OK;
+        }
+    }
+    opened = malloc(sizeof(*opened));
+    if (opened == NULL) {
+        return SMP_ERR_NO_MEMORY;
+    }
+    *opened = (open_forward){.order = order, .entry = entry, .next = *at};
     *at = opened;
     return SMP_OK;
+}
+
+smp_status
+smp_ledger_promise(smp_ledger *ledger, int32_t microbatch, uint64_t order,
+                   int32_t entry)
+{
+    smp_status status = smp_ledger_suspect(ledger, microbatch, entry);
+
+    if (status == SMP_OK) {
+        status = smp_ledger_open(ledger, microbatch, order, entry);
+    }
+    for (open_forward *o = ledger->microbatches[microbatch].open;
+         status == SMP_OK && o != NULL; o = o->next) {
+        if (o->order == order && o->entry == entry) {
+            o->promised = true;
+            break;
+        }
+    }
+    return status;
 }
 
 smp_status

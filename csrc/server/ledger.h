@@ -69,7 +69,13 @@ smp_status smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t orde
 smp_status smp_ledger_close(smp_ledger *ledger, int32_t microbatch, uint64_t order,
                             int32_t entry);
 
-/* A forward of `entry` without a graph: a checkpoint may run it again in backward. */
+/* A forward of `entry` in a checkpoint's first call: the second call, with a graph, has
+ * this order, too. */
+smp_status smp_ledger_promise(smp_ledger *ledger, int32_t microbatch, uint64_t order,
+                              int32_t entry);
+
+/* A forward of `entry` without a graph: a checkpoint may run it again in backward, with
+ * an order of its own. */
 smp_status smp_ledger_suspect(smp_ledger *ledger, int32_t microbatch, int32_t entry);
 
 /* Backward number `backward` (from 0) of the microbatch has begun. */

@@ -130,6 +130,7 @@ typedef enum {
     IS_DONE,
     ADDS,
     SUSPECTS,
+    PROMISES,
     BEGINS,
     ENDS,
     ABANDONS,
@@ -167,6 +168,10 @@ typedef struct {
 #define SUSPECT(mb, parameter)                                                         \
     {                                                                                  \
         SUSPECTS, {mb, parameter}, NULL                                                \
+    }
+#define PROMISE(mb, order, entry)                                                      \
+    {                                                                                  \
+        PROMISES, {mb, order, entry}, NULL                                             \
     }
 #define BEGIN(microbatches, backwards)                                                 \
     {                                                                                  \
@@ -218,6 +223,9 @@ play_one(book *b, smp_ledger *l, const event *e)
     case ADDS:
         CHECK_OK(smp_ledger_add(l, e->at[0], e->at[1], order, e->at[3],
                                 term_of(b, e->text)));
+        break;
+    case PROMISES:
+        CHECK_OK(smp_ledger_promise(l, e->at[0], order, e->at[2]));
         break;
     case SUSPECTS:
         CHECK_OK(smp_ledger_suspect(l, e->at[0], e->at[1]));
@@ -340,6 +348,13 @@ SCENARIO(a_suspect_waits_until_its_microbatch_is_done, 2, 1, OPEN(0, 1, 0),
          CLOSE(0, 1, 0), GRADIENT(0, "G"), OPEN(0, 2, 0), ADD(0, 0, 2, 0, "again"),
          CLOSE(0, 2, 0), GRADIENT(0, "G"), COMPLETED(2, 0), DONE(0),
          GRADIENT(0, "(G+(c1+again))"), COMPLETED(0, 1))
+
+/* The second call of a checkpoint has the first one's order; earlier terms wait. */
+SCENARIO(a_promised_request_has_its_place, 2, 1, OPEN(0, 1, 0), PROMISE(0, 2, 0),
+         PROMISE(0, 3, 0), BACKWARD(0, 0), ADD(0, 0, 1, 0, "c1"), CLOSE(0, 1, 0),
+         OPEN(0, 2, 0), ADD(0, 0, 2, 0, "c2"), CLOSE(0, 2, 0), OPEN(0, 3, 0),
+         ADD(0, 0, 3, 0, "c3"), CLOSE(0, 3, 0), GRADIENT(0, "G"), DONE(0),
+         GRADIENT(0, "(G+((c3+c2)+c1))"), COMPLETED(0, 0))
 
 /* Without any model.backward; the graph outlives its microbatch. */
 SCENARIO(done_closes_what_gets_no_backward, 2, 1, OPEN(0, 1, 0), OPEN(1, 1, 0),

@@ -181,6 +181,17 @@ smp_gradients_close(int32_t microbatch, uint64_t order, int32_t entry)
 }
 
 int
+smp_gradients_promise(int32_t microbatch, uint64_t order, int32_t entry)
+{
+    if (!gradients.active) {
+        return 0;
+    }
+    return raise_unless_ok(
+        smp_ledger_promise(gradients.ledger, microbatch, order, entry),
+        "noting a request of a checkpoint");
+}
+
+int
 smp_gradients_suspect(int32_t microbatch, int32_t entry)
 {
     if (!gradients.active) {

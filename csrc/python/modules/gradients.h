@@ -20,6 +20,7 @@ int smp_gradients_add_functions(PyObject *module);
 
 int smp_gradients_open(int32_t microbatch, uint64_t order, int32_t entry);
 int smp_gradients_close(int32_t microbatch, uint64_t order, int32_t entry);
+int smp_gradients_promise(int32_t microbatch, uint64_t order, int32_t entry);
 int smp_gradients_suspect(int32_t microbatch, int32_t entry);
 int smp_gradients_backward(int32_t microbatch, int32_t backward);
 int smp_gradients_done(int32_t microbatch);

@@ -119,7 +119,10 @@ serve_forward(smp_message *request, smp_task *task)
     }
     if ((pack.graph && (context = smp_context_enter(&unpack, &envelope)) == NULL) ||
         (!keeps_graph &&
-         smp_gradients_suspect(envelope.microbatch, envelope.entry) < 0)) {
+         (pack.graph
+              ? smp_gradients_promise(envelope.microbatch, envelope.about,
+                                      envelope.entry)
+              : smp_gradients_suspect(envelope.microbatch, envelope.entry)) < 0)) {
         goto done;
     }
     args = smp_unpack_value(&unpack);
