@@ -196,10 +196,9 @@ def test_rooms_of_smp_are_layers():
 @pytest.mark.parametrize("room", WITHIN)
 def test_so_are_folders_within_a_room(room):
     for level, folder in enumerate(WITHIN[room]):
+        above = WITHIN[room][level + 1 :]
         for path, text in files(".py", under=[f"smp/{room}/{folder}"]):
-            assert set(imported(text, f"smp.{room}")).isdisjoint(WITHIN[room][level + 1 :]), (
-                path
-            )
+            assert set(imported(text, f"smp.{room}")).isdisjoint(above), path
 
 
 def test_python_h_is_included_in_one_folder_only():

@@ -170,7 +170,7 @@ def test_the_picture_shows_a_chains_passes_fetches_and_calls_in_vain():
     begin, end = (80, 1, BEGIN, 0, 5, 0, 0), (180, 1, END, 0, 5, 0, 0)
     notes = [(90, 1, 5, 0, 5, 1, 1), (95, 1, 6, 0, 5, 0, 2), (96, 1, 7, 0, 5, 1, 0)]
     owner = read_events([begin, *notes, end], ["near", "far"])
-    later = [(at, worker, kind, 0, 5, 1, 0) for at, worker, kind, *_ in (*EVENTS[2:4],)]
+    later = [(at, worker, kind, 0, 5, 1, 0) for at, worker, kind, *_ in EVENTS[2:4]]
     drawn = ElementTree.fromstring(picture([owner, read_events(later, ["near", "far"])]))
 
     shown = {path.get("class"): "".join(path.itertext()) for path in drawn.iter(f"{SVG}path")}

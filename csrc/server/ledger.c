@@ -412,23 +412,20 @@ smp_ledger_share(const smp_ledger *ledger, int32_t entry, const int32_t *others,
     return false;
 }
 
-smp_status
-smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t entry)
+/* Opens a forward, or makes a promised one of the same order so. */
+static smp_status
+put_open(microbatch_state *mb, uint64_t order, int32_t entry, bool promised)
 {
+    open_forward **at = &mb->open;
     open_forward  *opened;
-    open_forward **at;
 
-    if (!in_range(ledger, microbatch, entry)) {
-        return SMP_ERR_INVALID;
-    }
-    at = &ledger->microbatches[microbatch].open;
     while (*at != NULL && (*at)->order > order) {
         at = &(*at)->next;
     }
     for (opened = *at; opened != NULL && opened->order == order;
          opened = opened->next) {
         if (opened->promised && opened->entry == entry) {
-            opened->promised = false;
+            opened->promised = promised;
             return SMP_OK;
         }
     }
@@ -436,28 +433,29 @@ smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t 
     if (opened == NULL) {
         return SMP_ERR_NO_MEMORY;
     }
-    *opened = (open_forward){.order = order, .entry = entry, .next = *at};
+    *opened = (open_forward){
+        .order = order, .entry = entry, .promised = promised, .next = *at};
     *at = opened;
     return SMP_OK;
+}
+
+smp_status
+smp_ledger_open(smp_ledger *ledger, int32_t microbatch, uint64_t order, int32_t entry)
+{
+    return in_range(ledger, microbatch, entry)
+               ? put_open(&ledger->microbatches[microbatch], order, entry, false)
+               : SMP_ERR_INVALID;
 }
 
 smp_status
 smp_ledger_promise(smp_ledger *ledger, int32_t microbatch, uint64_t order,
                    int32_t entry)
 {
-    smp_status status = smp_ledger_suspect(ledger, microbatch, entry);
+    const smp_status status = smp_ledger_suspect(ledger, microbatch, entry);
 
-    if (status == SMP_OK) {
-        status = smp_ledger_open(ledger, microbatch, order, entry);
-    }
-    for (open_forward *o = ledger->microbatches[microbatch].open;
-         status == SMP_OK && o != NULL; o = o->next) {
-        if (o->order == order && o->entry == entry) {
-            o->promised = true;
-            break;
-        }
-    }
-    return status;
+    return status == SMP_OK
+               ? put_open(&ledger->microbatches[microbatch], order, entry, true)
+               : status;
 }
 
 smp_status

@@ -70,7 +70,8 @@ smp_status smp_ledger_close(smp_ledger *ledger, int32_t microbatch, uint64_t ord
                             int32_t entry);
 
 /* A forward of `entry` in a checkpoint's first call: the second call, with a graph, has
- * this order, too. */
+ * this order, too.  Terms of lower order wait for it, at most until smp_ledger_done().
+ */
 smp_status smp_ledger_promise(smp_ledger *ledger, int32_t microbatch, uint64_t order,
                               int32_t entry);
 

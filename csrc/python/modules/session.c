@@ -42,21 +42,16 @@ smp_session_raise(smp_status status, const char *doing)
                                "step %u: all ranks must make the same number of steps",
                                doing, smp_rank_name(smp_server_left(session->server)),
                                smp_session_own_name(), (unsigned)session->step);
-    } else if (status == SMP_ERR_MISMATCH && session->server != NULL &&
-               session->in_sequence) {
-        return smp_error_raise(
-            smp_error_of_step, status, NULL,
-            "smp: %s: the ranks of a DP_GROUP do not run the same, as "
-            "deterministic_server needs: %s.  A model that chooses modules by "
-            "its data must choose alike on them",
-            doing, smp_server_mismatch(session->server));
     } else if (status == SMP_ERR_MISMATCH && session->server != NULL) {
         return smp_error_raise(
             smp_error_of_step, status, NULL,
-            "smp: %s: the ranks of a TP_GROUP do not make the same calls of "
-            "distributed modules: %s.  A model that chooses modules by its data "
+            "smp: %s: the ranks of a %s: %s.  A model that chooses modules by its data "
             "must choose alike on them",
-            doing, smp_server_mismatch(session->server));
+            doing,
+            session->in_sequence
+                ? "DP_GROUP do not run the same, as deterministic_server needs"
+                : "TP_GROUP do not make the same calls of distributed modules",
+            smp_server_mismatch(session->server));
     } else if (status == SMP_ERR_DEADLOCK) {
         char waits[8192];
 
