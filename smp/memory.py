@@ -1,6 +1,5 @@
 """``smp.memory_report()``: the bytes of each rank, by kind."""
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -222,15 +221,24 @@ def _from_status() -> dict[str, int]:
 
 
 def _given_back() -> int:
-    """Bytes of the heap without a page, as after ``malloc_trim(0)``."""
+    """Bytes of the heap without a page, as after ``malloc_trim(0)``.
+
+    A forked process has its parent's part of the heap as one mapping and the rest as another.
+    """
+    bytes_without, of_heap = 0, False
     try:
         with open("/proc/self/smaps") as maps:
-            heap = itertools.dropwhile(lambda line: not line.endswith("[heap]\n"), maps)
-            sizes = [line.split() for line in itertools.islice(heap, 1, 8)]
+            for line in maps:
+                words = line.split()
+                if not words[0].endswith(":"):
+                    of_heap = words[-1] == "[heap]"
+                elif of_heap and words[0] == "Size:":
+                    bytes_without += int(words[1]) << 10
+                elif of_heap and words[0] == "Rss:":
+                    bytes_without -= int(words[1]) << 10
     except OSError:
         return 0
-    of = {words[0]: int(words[1]) << 10 for words in sizes if words[-1] == "kB"}
-    return of.get("Size:", 0) - of.get("Rss:", 0)
+    return bytes_without
 
 
 def _reset_peak() -> None:
