@@ -154,8 +154,9 @@ def test_checkpoints_and_offloading_beside_shards_change_no_bit(kind, pipeline, 
     assert_same(results[1], results[0])
 
 
-@on_ranks(2, 4)
-def test_a_step_sends_as_many_bytes_as_plain_data_parallelism(monkeypatch):
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["dp 4", "tp dp"])
+def test_a_step_sends_as_many_bytes_as_plain_data_parallelism(kind, monkeypatch):
     sent, counted = 0.0, []
 
     def counting(name: str, factor: int) -> None:
@@ -164,23 +165,24 @@ def test_a_step_sends_as_many_bytes_as_plain_data_parallelism(monkeypatch):
         def count(tensor: Tensor, *args: Any, **options: Any) -> Any:
             nonlocal sent
             if tensor.is_floating_point():
-                sent += tensor.nbytes * factor
+                size = torch.distributed.get_world_size(options["group"])
+                sent += tensor.nbytes * factor * (size - 1) / size
             return plain(tensor, *args, **options)
 
         monkeypatch.setattr(torch.distributed, name, count)
 
     for name, factor in (("all_reduce", 2), ("reduce", 1), ("broadcast", 1)):
-        counting(name, factor)  # times size - 1, of all ranks together
+        counting(name, factor)  # times size - 1, shared out among the ranks
     for sharded in (False, True):
         smp.reset()
-        smp.init({"shard_optimizer_state": sharded})
+        smp.init({**JOBS[kind][1], "shard_optimizer_state": sharded})
         model, optimizer = wrapped(OPTIMIZERS["adamw"])
         train(model, optimizer, 0, 2)
         for trains in (True, False):
             model.table.requires_grad_(trains)
             sent = 0
             train(model, optimizer, 2, 3)
-            counted.append(sent)
+            counted.append(sum(smp.allgather(sent, smp.WORLD)))
     plain, without_table, shards, shards_without_table = counted
     assert 0 < shards <= plain
     assert 0 < shards_without_table <= without_table < plain / 2

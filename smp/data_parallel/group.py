@@ -93,6 +93,12 @@ class Holders(NamedTuple):
 
     group: dist.ProcessGroup
     ranks: list[int]  # global
+    owners: Sequence[int] = ()  # global, by rdp_rank: where the sum of an owner's elements goes
+
+    @property
+    def owners_share(self) -> bool:
+        """Whether an owner's TP_GROUP has the sum on its tp_rank 0 alone."""
+        return len(self.owners) < len(self.ranks)
 
 
 class Replicas:
@@ -110,8 +116,12 @@ class Replicas:
         self.global_ranks = ranks.get_dp_group()
         self.rank = ranks.dp_rank()
         self.size = ranks.dp_size()
-        self.of_slices = Holders(ranks.get_rdp_process_group(), ranks.get_rdp_group())
-        self.of_all = Holders(self.group, self.global_ranks)
+        peers = ranks.get_rdp_group()
+        self.of_slices = Holders(ranks.get_rdp_process_group(), peers, peers)
+        coordinates = ranks.state.job("smp").placement.coordinates
+        first = [rank for rank in self.global_ranks if coordinates(rank).tp == 0]
+        first.sort(key=lambda rank: coordinates(rank).rdp)
+        self.of_all = Holders(self.group, self.global_ranks, first)
         self.have_one_rank = ranks.rdp_size() == ranks.size()
         self.control_device = device_of_numbers(self.group)
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp import _core
+from smp import _core, ranks
 from smp.collectives.work import AllOf
 from smp.data_parallel.buckets import Bucket, Memory
 from smp.data_parallel.group import Layout, ReplicasDiffer
@@ -70,7 +70,6 @@ class Reduction:
         self._had: dict[Tensor, bool] = {
             p: p.grad is not None for _, b in self._buckets for p in b.parameters()
         }
-        self._owners_ranks = self.replicas.of_slices.ranks
         self._overlaps = all(m.overlaps for m in members)
         self._joined = joined
         self._wants_buffers = with_buffers and any(m.broadcasts_buffers for m in members)
@@ -256,7 +255,7 @@ class Reduction:
         if len(bucket.holders.ranks) == 1:
             return _Nothing()
         group = bucket.process_group()
-        if bucket.parts is None or bucket.sparse or bucket.holders.ranks != self._owners_ranks:
+        if bucket.parts is None or bucket.sparse:
             work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
             assert work is not None
             return work
@@ -264,7 +263,7 @@ class Reduction:
             [
                 dist.reduce(
                     bucket.buffer()[start:end],
-                    self._owners_ranks[owner],
+                    bucket.holders.owners[owner],
                     group=group,
                     async_op=True,
                 )
@@ -306,6 +305,7 @@ class Reduction:
         for place in again:
             self._send(place, zeros=self._joined)
         self._take_in_all()
+        self._share_among_owners()
         if self._failure is not None:
             raise self._failure
         if not self._joined:
@@ -414,6 +414,26 @@ class Reduction:
             bucket.buffer()[part.end :].zero_()
         return part is not None
 
+    def _share_among_owners(self) -> None:
+        """Of a parameter that is whole on all tp_ranks, tp_rank 0 gives the others its sum."""
+        group, first = ranks.get_tp_process_group(), ranks.get_tp_group()[0]
+        for member, bucket in self._buckets:
+            part = None if bucket.parts is None else part_here(bucket.parts)
+            is_whole = bucket.sparse or member.hook is not None  # summed on all ranks
+            if part is None or is_whole or self._joined or not bucket.holders.owners_share:
+                continue
+            bucket.fill([self._result(p) for p in bucket.parameters()], self._memory)
+            dist.broadcast(bucket.buffer()[part.start : part.end], first, group=group)
+            for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                self._replace(parameter, view, member.gradient_as_bucket_view)
+            bucket.empty(self._memory)
+
+    def _result(self, parameter: Tensor) -> Tensor | None:
+        for place in (self._apart, self._results):
+            if parameter in place:
+                return place[parameter]
+        return parameter.grad
+
     def _replace(self, parameter: Tensor, result: Tensor, as_view: bool) -> None:
         """The replicas' gradient takes the place of this one's."""
         held = None
@@ -451,12 +471,11 @@ class Reduction:
             for parameter, is_used in zip(bucket.parameters(), wanted, strict=True):
                 if not is_used or not is_here:
                     parameter.grad = None
-                elif parameter in self._apart:
-                    parameter.grad = self._apart[parameter]
-                elif parameter in self._results:
-                    parameter.grad = self._results[parameter]
-                elif parameter.grad is None:  # dropped, as it was zeros on all replicas
-                    parameter.grad = torch.zeros_like(parameter, dtype=bucket.dtype)
+                    continue
+                result = self._result(parameter)
+                if result is None:  # dropped, as it was zeros on all replicas
+                    result = torch.zeros_like(parameter, dtype=bucket.dtype)
+                parameter.grad = result
 
     def _learn(self) -> None:
         """Note the additions of a backward to each parameter."""
