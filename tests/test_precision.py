@@ -312,6 +312,8 @@ def test_parameters_frozen_thawed_and_added_between_steps_train():
         optimizer.zero_grad()
         train_step(model, *batch(step))
         optimizer.step()
+        named = dict(model.virtual_named_parameters())
+        assert (named["table.weight"].dtype == torch.float32) == (step > 0)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": late})
     values.append({n: p.detach().clone() for n, p in module.named_parameters()})

@@ -415,7 +415,7 @@ class Reduction:
         return part is not None
 
     def _share_among_owners(self) -> None:
-        """Of a parameter that is whole on all tp_ranks, tp_rank 0 gives the others its sum."""
+        """The owner's tp_rank 0 gives its TP_GROUP the sums of parameters whole on all."""
         group, first = ranks.get_tp_process_group(), ranks.get_tp_group()[0]
         for member, bucket in self._buckets:
             part = None if bucket.parts is None else part_here(bucket.parts)

@@ -84,7 +84,8 @@ class Masters:
     def make(self) -> None:
         """Make masters of half parameters without one: of this rank, once partitioned.
 
-        A half parameter that the script has put back into a group gets its master again.
+        A half parameter that the script has put back into a group gets its master again.  A
+        frozen one gets its first when it is in training.
         """
         if keeps_its_own(self.optimizer):
             return
@@ -100,6 +101,8 @@ class Masters:
                     if former.stands_for is not parameter:
                         former.stands_for, former.seen = parameter, -1
                     continue
+                if not parameter.requires_grad and parameter.grad is None:
+                    continue  # gets one when it is thawed
                 patches.foreach_masters.while_alive(self.optimizer, MasterWeight)
                 members[place] = master = _master_of(parameter)
                 self._made[id(model_parameter(parameter))] = master
