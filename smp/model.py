@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from smp.modules import (
 from smp.modules.live_models import ModelRecord, TraceOptions
 from smp.optimizers import clip_by_the_models_norm
 from smp.partitioning.partition import make_partition
+from smp.partitioning.report import PartitionReport
 from smp.precision import conversion as half_precision
 from smp.precision import loss_scale
 from smp.pytorch.compiled_code import not_traced
@@ -55,9 +56,6 @@ from smp.tensor_parallel.backward import gradients
 from smp.tensor_parallel.rows import random_streams
 from smp.tensor_parallel.script_uses import gathers_of
 from smp.tensor_parallel.splits import in_place, marking, replaced_parameters
-
-if TYPE_CHECKING:
-    from smp.partitioning.report import PartitionReport
 
 
 class DistributedModel(live_models.LiveModel):
@@ -403,7 +401,7 @@ class DistributedModel(live_models.LiveModel):
         self._smp_record.rt.hooks_wait = True
         return self._smp_record.post_step_hooks.register(hook)
 
-    def partition_report(self) -> "PartitionReport":
+    def partition_report(self) -> PartitionReport:
         """The partition as text, by rank, and as a picture; and the parts split over ranks.
 
         Raises:
@@ -411,7 +409,7 @@ class DistributedModel(live_models.LiveModel):
         """
         record = self._smp_record
         if record.parts is not None:
-            decision: live_models.Partition = record.parts.partition
+            decision: Any = record.parts.partition
         elif record.rt.pp_size == 1:
             decision = make_partition(self._smp_module, None, degree=1, memory_weight=0.8)
         else:
@@ -419,8 +417,11 @@ class DistributedModel(live_models.LiveModel):
                 "smp: the model is partitioned in its first step, not before; use smp.plan to "
                 "look ahead"
             )
-        return decision.report(
-            self._smp_split, gathers_of(self._smp_module), core_tables.chains_of(self)
+        return PartitionReport(
+            decision,
+            self._smp_split,
+            gathers_of(self._smp_module),
+            core_tables.chains_of(self),
         )
 
     def state_dict(  # type: ignore[override]

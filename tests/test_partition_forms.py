@@ -14,6 +14,7 @@ from smp import _core, plan
 from smp.modules import creation
 from smp.modules.pins import PartitionError, hand_on_pin, keep_together, pin_of, set_partition
 from smp.partitioning.partition import Partition, _FlatModel, make_partition
+from smp.partitioning.report import PartitionReport
 from smp.partitioning.shared import Home
 from smp.partitioning.tracing import trace
 from smp.partitioning.tree import in_bytes, readable
@@ -449,7 +450,7 @@ def test_the_rows_of_the_ranks_are_sums_and_bars_in_proportion(data):
     costs = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
     kept = data.draw(st.none() | st.lists(st.integers(0, 2**40), min_size=n, max_size=n))
     names = [f"m{i}" for i in range(n - 1)]
-    text = str(made_up(names, ranks, parameters, costs, kept or (), degree).report())
+    text = str(PartitionReport(made_up(names, ranks, parameters, costs, kept or (), degree)))
     lines = text.split("\n\n")[2].splitlines()
     assert lines[0].split() == ["rank", "parameters", *(["kept"] if kept else []), "cost"]
     most = max(
@@ -480,7 +481,10 @@ def test_modules_alike_are_joined_where_their_numbers_follow_and_their_numbers_a
         [0, 1, 2, 4, 8, 16, 32, 64],
         1,
     )
-    rows = [cells(line) for line in str(partition.report()).split("\n\n")[1].splitlines()[1:]]
+    rows = [
+        cells(line)
+        for line in str(PartitionReport(partition)).split("\n\n")[1].splitlines()[1:]
+    ]
     assert rows == [
         ["(root)", "Net", "127", "127 B", "1.0000", "0"],
         ["8-10", "3 x Block", "7", "7 B", "0.6000", "0"],
@@ -493,14 +497,14 @@ def test_modules_alike_are_joined_where_their_numbers_follow_and_their_numbers_a
 def test_a_report_counts_what_is_split_and_says_why_the_rest_is_whole():
     partition = decide(nn.Linear(1, 1), degree=1)
     split = [("a", "Linear", ""), ("b", "Linear", "it is odd"), ("c", "Linear", "")]
-    lines = str(partition.report(split)).splitlines()
+    lines = str(PartitionReport(partition, split)).splitlines()
     assert lines[-4:] == [
         "",
         "Split over the TP_GROUP: 2 x Linear",
         "parameters and costs are tp_rank 0's",
         "left whole: b (Linear): it is odd",
     ]
-    told = str(partition.report(split[1:2])).splitlines()
+    told = str(PartitionReport(partition, split[1:2])).splitlines()
     assert told[-2:] == ["Split over the TP_GROUP: nothing", lines[-1]]
 
 
@@ -508,7 +512,7 @@ def test_a_report_counts_what_is_split_and_says_why_the_rest_is_whole():
 def test_a_pictures_tree_is_below_the_legend_of_all_ranks(degree):
     names, ones = [f"m{i}" for i in range(degree)], [1] * degree
     partition = made_up(names, [0, *range(degree)], [0, *ones], [0, *ones], (), degree)
-    text = partition.report()._repr_svg_()
+    text = PartitionReport(partition)._repr_svg_()
     rows = [float(y) for y in re.findall(r' y="([\d.]+)"[^>]*class="track"', text)]
     boxes = [float(y) for y in re.findall(r' y="([\d.]+)"[^>]*class="part', text)]
     assert len(rows) == degree and len(set(rows)) == -(-degree // 8)

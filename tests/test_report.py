@@ -12,6 +12,7 @@ from smp import plan
 from smp.modules.pins import set_partition
 from smp.partitioning.partition import Partition
 from smp.partitioning.picture import colour
+from smp.partitioning.report import PartitionReport
 from tests.models.modules import module_of
 from tests.ranks import on_ranks
 
@@ -109,7 +110,7 @@ def test_costs_and_ranks_are_those_of_the_partition():
 
 def test_a_report_needs_no_model():
     report = report_of()
-    arrived = Partition.from_bytes(report.partition.to_bytes()).report()
+    arrived = PartitionReport(Partition.from_bytes(report.partition.to_bytes()))
     assert str(arrived) == str(report)
 
 
@@ -346,7 +347,7 @@ def test_a_plan_weighs_what_autograd_keeps():
     assert report.partition.kept_bytes.tolist() == [4 * n for n in kept]
     again = Partition.from_bytes(report.partition.to_bytes())
     assert again.kept_bytes == report.partition.kept_bytes
-    assert str(again.report()) == str(report)
+    assert str(PartitionReport(again)) == str(report)
     header, root = str(report).splitlines()[3:5]
     assert header.split() == ["module", "class", "parameters", "kept", "cost", "rank"]
     assert "640 B" in root

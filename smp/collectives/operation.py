@@ -7,27 +7,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from smp import torch_versions
 from smp.collectives import dense, profile
 from smp.pytorch.compiled_code import not_traced
 
-if TYPE_CHECKING:
-    from smp.collectives.process_group import ProcessGroup
-
 # Set where the driver of the tests' pretended accelerator stands in for a GPU's.
 DRIVER = "SMP_CUDA_LIBRARY"
 
 
 # Called with each operation's group before the operation, while a model is traced.
-_watch: Callable[["ProcessGroup"], None] | None = None
+_watch: Callable[[dist.ProcessGroup], None] | None = None
 
 
 @contextmanager
-def watching(watch: Callable[["ProcessGroup"], None]) -> Iterator[None]:
+def watching(watch: Callable[[dist.ProcessGroup], None]) -> Iterator[None]:
     """Have a function hear of each operation's group before the operation; it may raise."""
     global _watch
     _watch = watch
@@ -37,7 +35,7 @@ def watching(watch: Callable[["ProcessGroup"], None]) -> Iterator[None]:
         _watch = None
 
 
-def show(group: "ProcessGroup") -> None:
+def show(group: dist.ProcessGroup) -> None:
     """An operation of the group begins, for `watching`."""
     if _watch is not None:
         _watch(group)
@@ -64,7 +62,7 @@ def operation_of(
 
     def decorated(method: Callable) -> Callable:
         @wraps(method)
-        def operation(self: "ProcessGroup", *args: Any, **kwargs: Any) -> Any:
+        def operation(self: Any, *args: Any, **kwargs: Any) -> Any:
             if _watch is not None:
                 _watch(self)
             if kwargs:
@@ -99,7 +97,7 @@ def operation_of(
     return decorated
 
 
-def _in_order(method: Callable, group: "ProcessGroup", args: tuple, named: dict) -> tuple:
+def _in_order(method: Callable, group: dist.ProcessGroup, args: tuple, named: dict) -> tuple:
     """The arguments of a call, some of them by torch's names or ours, by their place."""
     ours = {_NAMES.get(name, name): value for name, value in named.items()}
     bound = signature(method).bind(group, *args, **ours)

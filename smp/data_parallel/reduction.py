@@ -24,26 +24,44 @@ divided once.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp import _core, ranks
 from smp.collectives.work import AllOf
 from smp.data_parallel.buckets import Bucket, Memory
-from smp.data_parallel.group import Layout, ReplicasDiffer
+from smp.data_parallel.group import Layout, Replicas, ReplicasDiffer
 from smp.runtime import failures
 from smp.sharding.owners import part_here
 from smp.tensor_parallel.backward import unused_collectives
 from smp.tensor_parallel.backward.step_end import PeerFailed
 
-if TYPE_CHECKING:
-    from smp.data_parallel.data_parallel import DataParallel
-
 MOST_ON_THEIR_WAY = 2  # buckets
+
+
+class Member(Protocol):
+    """A `smp.data_parallel.data_parallel.DataParallel`, as an exchange knows it."""
+
+    replicas: Replicas
+    overlaps: bool
+    broadcasts_buffers: bool
+    gradient_as_bucket_view: bool
+    keeps_apart_at_once: bool
+    has_averages: bool
+    additions: dict[int, int]
+    hook: Callable[[Any, Any], Any] | None
+    hook_state: Any
+    reduction: "Reduction | None"
+
+    def buckets(self) -> list[Bucket]: ...
+    def buffers(self) -> list[Tensor]: ...
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]: ...
+    def divisor(self, active: int) -> int: ...
+    def spread_averages(self, back: bool = False) -> None: ...
 
 
 class Reduction:
@@ -55,9 +73,7 @@ class Reduction:
         joined: this replica has no inputs left and only keeps the others company.
     """
 
-    def __init__(
-        self, members: Sequence["DataParallel"], with_buffers: bool, joined: bool = False
-    ):
+    def __init__(self, members: Sequence[Member], with_buffers: bool, joined: bool = False):
         self.members = members
         self.replicas = members[0].replicas
         # Backward reaches the last model first.
@@ -168,7 +184,7 @@ class Reduction:
         place = self._place.get(id(parameter))
         return place is not None and self._buckets[place][1].is_launched
 
-    def _check_dtype(self, member: "DataParallel", bucket: Bucket, parameter: Tensor) -> None:
+    def _check_dtype(self, member: Member, bucket: Bucket, parameter: Tensor) -> None:
         """Raises TypeError where the bucket's dtype cannot hold the gradient's values."""
         gradient = parameter.grad
         if (
@@ -240,7 +256,7 @@ class Reduction:
                 bucket.empty(self._memory)
                 raise
 
-    def _note_sent(self, member: "DataParallel", bucket: Bucket) -> None:
+    def _note_sent(self, member: Member, bucket: Bucket) -> None:
         for parameter in bucket.parameters():
             if parameter.grad is None:
                 self._without.add(parameter)
@@ -485,7 +501,7 @@ class Reduction:
                 if (count := self._additions[key]) > member.additions.get(key, 0):
                     member.additions[key] = count
 
-    def _divisor(self, member: "DataParallel", bucket: Bucket) -> int:
+    def _divisor(self, member: Member, bucket: Bucket) -> int:
         """The number of ranks' gradients in the sum: a TP_GROUP's slices are one gradient."""
         in_a_sum = self.replicas.size // len(bucket.holders.ranks)
         return member.divisor(len(self.active())) // in_a_sum

@@ -18,8 +18,19 @@ from smp.pytorch import patches
 from smp.runtime_state import Runtime
 from smp.state_mod import state
 
-if TYPE_CHECKING:
-    from smp.modules.remote_modules import Entry, Runs
+
+class Entry(NamedTuple):
+    """A target of other ranks' calls: numbered alike on every rank."""
+
+    callable: Any
+    module: nn.Module | None
+    path: str
+    owner: int
+
+
+# By path of an ``nn.Sequential`` with children on several ranks: (number of an entry,
+# children).
+Runs = dict[str, list[tuple[int | None, list[nn.Module]]]]
 
 
 class Partition(Protocol):
@@ -27,7 +38,6 @@ class Partition(Protocol):
 
     @property
     def rank_of(self) -> dict[str, int]: ...
-    def report(self, *args: Any) -> Any: ...
 
 
 class Parts(NamedTuple):
@@ -35,10 +45,10 @@ class Parts(NamedTuple):
 
     partition: Partition
     owners: dict[str, int]  # pp_rank of each parameter, by name
-    entries: "list[Entry]"
+    entries: list[Entry]
     chainable: list[bool]  # by entry: its calls may be in a chain
     collective: list[bool]  # by entry: its calls have collectives of the TP_GROUP
-    runs: "Runs"
+    runs: Runs
     changing: dict[str, tuple[str, ...]]  # by path, names of buffers changed by the module
     stateful: list[nn.Module]  # of this rank, with a forward that changes their buffers
 

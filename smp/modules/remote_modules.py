@@ -11,7 +11,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,22 +23,8 @@ from smp.modules import (
     stand_ins,
     travelling_changes,
 )
+from smp.modules.live_models import Entry, Runs
 from smp.modules.pins import pin_of
-
-
-class Entry(NamedTuple):
-    """A target of other ranks' calls: numbered alike on every rank."""
-
-    callable: Any
-    module: nn.Module | None
-    path: str
-    owner: int
-
-
-# By path of an ``nn.Sequential`` with children on several ranks: (number of an entry,
-# children).
-Runs = dict[str, list[tuple[int | None, list[nn.Module]]]]
-
 
 # Bits of an entry's byte in a step: as in csrc/python/modules/step.c.
 TRAINS, CHAINS, COLLECTIVE = 1, 2, 4

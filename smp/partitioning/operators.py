@@ -4,7 +4,8 @@ The recorder (``smp/partitioning/tracing.py``) knows the running modules.  On me
 operators' arguments are replaced here.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from smp.partitioning import traced_tensors
+from smp.pytorch.restore import Restore
 
-if TYPE_CHECKING:
-    from smp.partitioning.tracing import Frame, Recorder
+
+class Frame(Protocol):
+    """A `smp.partitioning.tracing.Frame`, as operators know it."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def used(self) -> set[int]: ...
+
+
+class Recorder(Protocol):
+    """A `smp.partitioning.tracing.Recorder`, as operators know it."""
+
+    meta: bool
+    memory_of: dict[int, int]
+    parameter: dict[int, int]
+    records: list[Any]  # ModuleTrace, by number
+    restore: Restore
+    written: set[int]
+
+    @property
+    def frames(self) -> Sequence[Frame]: ...
+    def hear_collective(self, group: Any) -> None: ...
 
 
 def _place_of_group(schema: Any) -> tuple[int, str] | None:
@@ -81,7 +104,7 @@ def _call(func: Any, args: tuple, kwargs: dict) -> Any:
 class Operators(TorchDispatchMode):
     """Sees every operator below autograd: arguments, results, draws, writes."""
 
-    def __init__(self, recorder: "Recorder"):
+    def __init__(self, recorder: Recorder):
         super().__init__()
         self.recorder = recorder
         self.kinds: dict[Any, _Kind] = {}
@@ -126,7 +149,7 @@ class Operators(TorchDispatchMode):
             return written
         return output
 
-    def _note_parameters(self, frame: "Frame", values: Any) -> None:
+    def _note_parameters(self, frame: Frame, values: Any) -> None:
         parameters = self.recorder.parameter
         for value in values:
             parameter = parameters.get(id(value))
@@ -169,7 +192,7 @@ class Operators(TorchDispatchMode):
         except NotImplementedError:  # sparse and other layouts without a storage
             return True
 
-    def _count(self, frame: "Frame", output: Any) -> None:
+    def _count(self, frame: Frame, output: Any) -> None:
         """Count the results of an operator for the innermost module."""
         for tensor in output if isinstance(output, (list, tuple)) else (output,):
             if isinstance(tensor, Tensor):

@@ -7,8 +7,8 @@ here.
 import json
 import warnings
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -76,17 +76,6 @@ class Partition:
         self.kept_bytes = array("q", kept_bytes)
         self.rank_of: dict[str, int] = dict(zip(paths, self.ranks, strict=True))
         self.hash: int = _core.partition_hash(self.ranks, "\0".join(paths).encode())
-
-    def report(
-        self,
-        split: Sequence[tuple[str, str, str]] = (),
-        gathered: Mapping[str, int] | None = None,
-        chains: Sequence[Sequence[str]] = (),
-    ) -> Any:
-        """A :class:`smp.partitioning.report.PartitionReport` of it; see there for arguments."""
-        from smp.partitioning.report import PartitionReport
-
-        return PartitionReport(self, split, gathered, chains)
 
     def to_bytes(self) -> bytes:
         """The partition as plain numbers and strings, for :meth:`from_bytes`."""

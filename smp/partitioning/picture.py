@@ -5,13 +5,10 @@ The file stands alone, and follows the reader's light or dark colour scheme.
 """
 
 import colorsys
-from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
+from smp.partitioning.partition import Partition
 from smp.partitioning.tree import Part, rank_parameters, ranks_in_words, readable
-
-if TYPE_CHECKING:
-    from smp.partitioning.partition import Partition
 
 _WIDTH = 1200.0
 _MARGIN = 28.0
@@ -65,7 +62,7 @@ def _ink_on(fill: str) -> str:
     return "#16181d" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.58 else "#ffffff"
 
 
-def picture(partition: "Partition", root: Part) -> str:
+def picture(partition: Partition, root: Part) -> str:
     """The text of an SVG file.
 
     Args:
@@ -94,7 +91,7 @@ def _text(x: float, y: float, classes: str, text: str, more: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{classes}"{more}>{escape(text)}</text>'
 
 
-def _legend(partition: "Partition", root: Part) -> tuple[list[str], float]:
+def _legend(partition: Partition, root: Part) -> tuple[list[str], float]:
     """Title, and a bar for each rank; returns where the tree begins."""
     x, y = _MARGIN, _MARGIN + 14
     full = _TRACK * (max(partition.costs) or 1.0)

@@ -7,8 +7,8 @@ printed on any rank, and without the model.
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from smp.partitioning.partition import Partition
 from smp.partitioning.picture import picture
 from smp.partitioning.tree import (
     Part,
@@ -20,9 +20,6 @@ from smp.partitioning.tree import (
     readable,
     tree,
 )
-
-if TYPE_CHECKING:
-    from smp.partitioning.partition import Partition
 
 
 class PartitionReport:
@@ -41,7 +38,7 @@ class PartitionReport:
 
     def __init__(
         self,
-        partition: "Partition",
+        partition: Partition,
         split: Sequence[tuple[str, str, str]] = (),
         gathered: Mapping[str, int] | None = None,
         chains: Sequence[Sequence[str]] = (),

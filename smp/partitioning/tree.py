@@ -1,10 +1,8 @@
 """The modules of a partition as a tree, for showing."""
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from smp.partitioning.partition import Partition
+from smp.partitioning.partition import Partition
 
 
 @dataclasses.dataclass(slots=True)
@@ -44,7 +42,7 @@ class Part:
         return (self.kind, self.rank, tuple((p.label, p.shape()) for p in self.parts))
 
 
-def tree(partition: "Partition") -> Part:
+def tree(partition: Partition) -> Part:
     """The partition's modules as a tree; modules alike are not collapsed yet."""
     by_path: dict[str, Part] = {}
     kept_bytes = partition.kept_bytes or [0] * len(partition.paths)
@@ -100,7 +98,7 @@ def _follows(last: Part, part: Part) -> bool:
     return int(part.label) == int(end) + 1 and part.shape() == last.shape()
 
 
-def rank_parameters(partition: "Partition") -> list[int]:
+def rank_parameters(partition: Partition) -> list[int]:
     """By rank, the elements of its parameters."""
     out = [0] * partition.degree
     for rank, parameters in zip(partition.ranks, partition.parameters, strict=True):
@@ -108,7 +106,7 @@ def rank_parameters(partition: "Partition") -> list[int]:
     return out
 
 
-def rank_kept_bytes(partition: "Partition") -> list[int]:
+def rank_kept_bytes(partition: Partition) -> list[int]:
     """By rank, autograd's memory of a microbatch; zeros where not measured."""
     out = [0] * partition.degree
     for rank, nbytes in zip(partition.ranks, partition.kept_bytes, strict=False):
@@ -132,6 +130,6 @@ def in_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def ranks_in_words(partition: "Partition") -> str:
+def ranks_in_words(partition: Partition) -> str:
     """``8 ranks``."""
     return "1 rank" if partition.degree == 1 else f"{partition.degree} ranks"
