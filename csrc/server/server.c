@@ -215,18 +215,19 @@ choose(smp_server *server, smp_ready *next)
     if (best >= 0 && server->replay != NULL) {
         status = smp_replay_run(server->replay, &list->ready[best]);
     }
-    if (status == SMP_OK && best >= 0 && server->sequence != NULL) {
-        status = smp_sequence_run(server->sequence, &list->ready[best]);
-    }
     if (status != SMP_OK) {
         smp_control_fail(server->control, status);
         return false;
     }
-    if (best >= 0) {
-        *next = list->ready[best];
+    if (best < 0) {
+        return false;
+    }
+    *next = list->ready[best];
+    if (server->sequence != NULL) {
+        smp_sequence_run(server->sequence, next);
         smp_stage_tell_runs(server->stage);
     }
-    return best >= 0;
+    return true;
 }
 
 /* Runs that one.  False: none, or no thread for it. */
