@@ -96,32 +96,26 @@ smp_control_failed(const smp_control *control)
 }
 
 void
-smp_control_check_calls(smp_control *control, const smp_key *wanted)
+smp_control_check(smp_control *control, const smp_key *wanted)
 {
-    smp_lineup_gap gap;
+    smp_stage       *stage = control->parts.stage;
+    smp_sequence    *sequence = smp_stage_sequence(stage);
+    smp_lineup_gap   gap;
+    smp_sequence_gap rests;
 
-    if (control->failed || smp_stage_one_failed(control->parts.stage) ||
-        !smp_lineup_find_gap(smp_stage_lineup(control->parts.stage), wanted, &gap)) {
+    if (control->failed || smp_stage_one_failed(stage)) {
         return;
     }
-    smp_mismatch_write_gap(&control->grid, control->parts.names, &gap,
-                           control->mismatch, sizeof(control->mismatch));
-    smp_control_fail(control, SMP_ERR_MISMATCH);
-}
-
-void
-smp_control_check_runs(smp_control *control)
-{
-    const smp_sequence *sequence = smp_stage_sequence(control->parts.stage);
-    smp_sequence_gap    gap;
-
-    if (control->failed || smp_stage_one_failed(control->parts.stage) ||
-        !smp_sequence_differs(sequence, &gap)) {
-        return;
+    if (sequence != NULL && smp_sequence_differs(sequence, &rests)) {
+        smp_mismatch_write_rests(&control->grid, control->parts.names,
+                                 control->parts.board, &rests, control->mismatch,
+                                 sizeof(control->mismatch));
+        smp_control_fail(control, SMP_ERR_MISMATCH);
+    } else if (smp_stage_find_gap(stage, wanted, &gap)) {
+        smp_mismatch_write_gap(&control->grid, control->parts.names, &gap,
+                               control->mismatch, sizeof(control->mismatch));
+        smp_control_fail(control, SMP_ERR_MISMATCH);
     }
-    smp_mismatch_write_rests(&control->grid, control->parts.names, control->parts.board,
-                             &gap, control->mismatch, sizeof(control->mismatch));
-    smp_control_fail(control, SMP_ERR_MISMATCH);
 }
 
 /* ------------------------------------------------------------- the end of a step */
@@ -139,7 +133,7 @@ end_collectives(smp_control *control)
 
         smp_stage_end(control->parts.stage, control->failed, &word);
     }
-    smp_control_check_calls(control, NULL);
+    smp_control_check(control, NULL);
 }
 
 /* All is well here when all ranks of the stage are through with the step, too. */
@@ -147,7 +141,7 @@ static bool
 stage_is_well(const smp_control *control)
 {
     return !smp_stage_one_failed(control->parts.stage) &&
-           smp_lineup_is_over(smp_stage_lineup(control->parts.stage));
+           smp_stage_is_over(control->parts.stage);
 }
 
 static void
@@ -305,14 +299,12 @@ hear_stage(smp_control *control, const smp_message *message)
 
     if (status != SMP_OK) {
         smp_control_fail(control, status);
-    } else if (kind == SMP_MSG_RUNS) {
-        smp_control_check_runs(control);
-    } else if (kind == SMP_MSG_KEY) {
-        smp_control_check_calls(control, NULL);
     } else if (kind == SMP_MSG_ISSUED) {
         hear_word(control, message);
-        smp_control_check_calls(control, control->ops.wanted(control->ctx));
+        smp_control_check(control, control->ops.wanted(control->ctx));
         vote(control);
+    } else {
+        smp_control_check(control, NULL);
     }
 }
 
@@ -466,7 +458,7 @@ needs(const smp_control *control, int rank)
         return pp_rank != grid->pp_rank && (grid->pp_rank == 0 || pp_rank == 0);
     }
     return pp_rank == grid->pp_rank &&
-           !smp_lineup_has_ended(smp_stage_lineup(control->parts.stage), pipeline);
+           !smp_stage_has_ended(control->parts.stage, pipeline);
 }
 
 /* A rank of this step that has left the job; -1: none. */
@@ -547,7 +539,7 @@ own_still(smp_control *control)
     smp_still        still = {
                .sent = smp_comm_sent(control->parts.comm) - control->about_still,
                .received = control->received,
-               .issued = smp_lineup_issued(smp_stage_lineup(stage)),
+               .issued = smp_stage_issued(stage),
                /* A replay may hold back a worker that could go on. */
                .over = smp_stage_completed(stage) + control->ops.over(control->ctx)};
 
@@ -760,11 +752,10 @@ hear_after(smp_control *control, smp_message *message)
 static bool
 stage_has_ended(const smp_control *control)
 {
-    const smp_lineup *lineup = smp_stage_lineup(control->parts.stage);
-    bool              all_have = true;
+    bool all_have = true;
 
     for (int p = 0; p < control->grid.pipelines; p++) {
-        all_have = all_have && (smp_lineup_has_ended(lineup, p) ||
+        all_have = all_have && (smp_stage_has_ended(control->parts.stage, p) ||
                                 smp_comm_left(control->parts.comm,
                                               smp_grid_in_stage(&control->grid, p)));
     }

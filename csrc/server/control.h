@@ -95,11 +95,10 @@ void smp_control_idle(smp_control *control);
 void smp_control_fail(smp_control *control, smp_status why);
 bool smp_control_failed(const smp_control *control);
 
-/* Fails the step if the ranks of the stage by now show different calls, or different
- * runs.  wanted: this rank's collective, called and not to be issued yet; NULL: none.
- * check_runs: in a sequence only. */
-void smp_control_check_calls(smp_control *control, const smp_key *wanted);
-void smp_control_check_runs(smp_control *control);
+/* Fails the step if the ranks of the stage by now show different collectives, or in a
+ * sequence different runs.  wanted: this rank's collective, called and not to be issued
+ * yet; NULL: none. */
+void smp_control_check(smp_control *control, const smp_key *wanted);
 
 /* Whether an end of the step has come; whether pp_rank 0 alone may end it. */
 bool smp_control_has_end(const smp_control *control);

@@ -5,9 +5,6 @@
  * tp_rank 0 issues in its program's order, and appends each key to a list, sent to the
  * others.  Another rank issues when the next key of the list is its own.
  *
- * At the end of its collectives in the step, a rank tells their number.  Different
- * numbers mean different calls.
- *
  * Threads  None: the holder of the server's baton.
  */
 #ifndef SMP_SERVER_LINEUP_H
@@ -43,12 +40,9 @@ bool smp_key_equal(const smp_key *a, const smp_key *b);
  * The number of bytes without the NUL. */
 size_t smp_key_write(const smp_key *key, char *out, size_t room);
 
-/* in_sequence: runs, and so collectives, have one order on all ranks
- * (server/sequence.h): each rank issues in its program's order, and hears no keys.
- * Then tp_rank, here and below, is dp_rank.  SMP_ERR_NO_MEMORY. */
-smp_status smp_lineup_create(int tp_rank, int tp_size, bool in_sequence,
-                             smp_lineup **out);
-void       smp_lineup_destroy(smp_lineup *lineup);
+/* SMP_ERR_NO_MEMORY. */
+smp_status smp_lineup_create(int tp_rank, smp_lineup **out);
+void       smp_lineup_destroy(smp_lineup *lineup); /* takes NULL */
 
 /* A step begins. */
 void smp_lineup_begin(smp_lineup *lineup);
@@ -62,29 +56,19 @@ smp_status smp_lineup_issue(smp_lineup *lineup, const smp_key *key);
 /* tp_rank 0 has.  SMP_ERR_NO_MEMORY. */
 smp_status smp_lineup_hear(smp_lineup *lineup, const smp_key *key);
 
-/* A rank, this one too, makes no more; it has issued so many. */
-void smp_lineup_end(smp_lineup *lineup, int tp_rank, uint64_t issued);
-
-/* The number issued by this rank. */
-uint64_t smp_lineup_issued(const smp_lineup *lineup);
-
-/* Whether a rank has ended; and every one. */
-bool smp_lineup_has_ended(const smp_lineup *lineup, int tp_rank);
-bool smp_lineup_is_over(const smp_lineup *lineup);
-
-/* The fewest and the most collectives of a rank, among ranks at their end. */
-void smp_lineup_range(const smp_lineup *lineup, uint64_t *least, uint64_t *most);
+/* In the place of the number of collectives issued by a rank: it makes more. */
+#define SMP_LINEUP_GOES_ON UINT64_MAX
 
 /* Evidence of different calls by now: one rank's collective, missing at another rank's
- * end.  wanted: this rank's collective, called and not to be issued yet; NULL: none.
- * False: all is well so far. */
+ * end.  issued: [tp_size], by ranks at their end.  wanted: this rank's collective,
+ * called and not to be issued yet; NULL: none.  False: all is well so far. */
 typedef struct {
     smp_key key;
     int     caller; /* tp_rank */
     int     other;
 } smp_lineup_gap;
 
-bool smp_lineup_find_gap(const smp_lineup *lineup, const smp_key *wanted,
-                         smp_lineup_gap *gap);
+bool smp_lineup_find_gap(const smp_lineup *lineup, const uint64_t *issued, int tp_size,
+                         const smp_key *wanted, smp_lineup_gap *gap);
 
 #endif

@@ -29,7 +29,7 @@ typedef struct {
     uint32_t           step;
     const smp_backlog *backlog;
     const smp_workers *workers;
-    const smp_lineup  *lineup;
+    const smp_lineup  *lineup; /* NULL: no worker waits to issue */
     const smp_ballots *ballots;
     const smp_turns   *turns;    /* NULL: no gates */
     smp_schedule      *schedule; /* NULL but on pp_rank 0 */

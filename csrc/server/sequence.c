@@ -1,4 +1,5 @@
-/* A list of runs, a place in it, and how this rank's last one came to rest. */
+/* The leader's next word; a follower's list of runs, a place in it, and how this rank's
+ * last one came to rest. */
 #include "server/sequence.h"
 
 #include <assert.h>
@@ -9,22 +10,23 @@
 
 typedef struct {
     smp_ready what;
-    smp_wait  rest;
-    bool      rested; /* on the leader: `rest` counts */
+    smp_wait  rest; /* the leader's, when it is known */
 } run;
 
 struct smp_sequence {
-    bool     leads;
-    run     *runs; /* owned: the leader's runs of this step, as far as known */
-    size_t   nruns;
-    size_t   room;
-    size_t   ran;     /* by this rank: runs[0 .. ran) */
-    bool     running; /* the last of them has not come to rest */
-    smp_wait rest;    /* of this rank's last one, where the leader's is not known yet */
-    bool     compares; /* ... `rest` counts */
-    size_t   told;     /* by the leader: so many runs, */
-    size_t   rests_told;
-    bool     differs;
+    bool              leads;
+    bool              running; /* this rank's last run has not come to rest */
+    smp_sequence_word word;    /* the leader's next; a follower's: no rest, no run */
+
+    /* A follower's. */
+    run             *runs; /* owned: the leader's of this step, as far as known */
+    size_t           nruns;
+    size_t           room;
+    size_t           nrests;   /* so many of them have come to rest on the leader */
+    size_t           ran;      /* by this rank: runs[0 .. ran) */
+    bool             compares; /* `rest` counts, for the leader's is not known yet */
+    smp_wait         rest;     /* of this rank's last run */
+    bool             differs;
     smp_sequence_gap gap;
 };
 
@@ -64,12 +66,12 @@ smp_sequence_destroy(smp_sequence *sequence)
 void
 smp_sequence_begin(smp_sequence *sequence)
 {
-    sequence->nruns = 0;
-    sequence->ran = 0;
     sequence->running = false;
+    memset(&sequence->word, 0, sizeof(sequence->word));
+    sequence->nruns = 0;
+    sequence->nrests = 0;
+    sequence->ran = 0;
     sequence->compares = false;
-    sequence->told = 0;
-    sequence->rests_told = 0;
     sequence->differs = false;
 }
 
@@ -87,6 +89,67 @@ smp_sequence_find(const smp_sequence *sequence, const smp_ready *ready, size_t n
                : smp_ready_find(&sequence->runs[sequence->ran].what, ready, n);
 }
 
+void
+smp_sequence_run(smp_sequence *sequence, const smp_ready *next)
+{
+    sequence->running = true;
+    if (sequence->leads) {
+        smp_sequence_word *word = &sequence->word;
+
+        assert(!word->runs && "the last one has been told");
+        word->runs = true;
+        word->next.kind = next->kind;
+        word->next.phase = next->phase;
+        word->next.microbatch = next->microbatch;
+        word->next.call = next->call;
+    } else {
+        assert(smp_ready_is_same(&sequence->runs[sequence->ran].what, next));
+        sequence->ran++;
+    }
+}
+
+/* This rank's last run beside the leader's, when both have come to rest. */
+static void
+compare(smp_sequence *sequence)
+{
+    const smp_wait *leader;
+
+    if (!sequence->compares || sequence->nrests < sequence->ran) {
+        return;
+    }
+    leader = &sequence->runs[sequence->ran - 1].rest;
+    sequence->compares = false;
+    if (!is_same_rest(leader, &sequence->rest) && !sequence->differs) {
+        sequence->differs = true;
+        sequence->gap = (smp_sequence_gap){.leader = *leader, .own = sequence->rest};
+    }
+}
+
+void
+smp_sequence_rest(smp_sequence *sequence, const smp_wait *rest)
+{
+    if (!sequence->running) {
+        return;
+    }
+    sequence->running = false;
+    if (sequence->leads) {
+        sequence->word.rests = true;
+        sequence->word.rest = *rest;
+    } else {
+        sequence->compares = true;
+        sequence->rest = *rest;
+        compare(sequence);
+    }
+}
+
+bool
+smp_sequence_tell(smp_sequence *sequence, smp_sequence_word *out)
+{
+    memcpy(out, &sequence->word, sizeof(*out)); /* it travels, with every byte */
+    memset(&sequence->word, 0, sizeof(sequence->word));
+    return out->rests || out->runs;
+}
+
 static smp_status
 append(smp_sequence *sequence, const smp_ready *next)
 {
@@ -100,102 +163,18 @@ append(smp_sequence *sequence, const smp_ready *next)
         sequence->runs = more;
         sequence->room = room;
     }
-    sequence->runs[sequence->nruns].what = *next;
-    sequence->runs[sequence->nruns].rested = false;
-    sequence->nruns++;
+    sequence->runs[sequence->nruns++].what = *next;
     return SMP_OK;
-}
-
-smp_status
-smp_sequence_run(smp_sequence *sequence, const smp_ready *next)
-{
-    if (sequence->leads) {
-        const smp_status status = append(sequence, next);
-
-        if (status != SMP_OK) {
-            return status;
-        }
-    }
-    assert(smp_ready_is_same(&sequence->runs[sequence->ran].what, next));
-    sequence->ran++;
-    sequence->running = true;
-    return SMP_OK;
-}
-
-/* This rank's last run beside the leader's, when both have come to rest. */
-static void
-compare(smp_sequence *sequence)
-{
-    const run *last;
-
-    if (!sequence->compares || !sequence->runs[sequence->ran - 1].rested) {
-        return;
-    }
-    last = &sequence->runs[sequence->ran - 1];
-    sequence->compares = false;
-    if (!is_same_rest(&last->rest, &sequence->rest) && !sequence->differs) {
-        sequence->differs = true;
-        sequence->gap = (smp_sequence_gap){.leader = last->rest, .own = sequence->rest};
-    }
-}
-
-void
-smp_sequence_rest(smp_sequence *sequence, const smp_wait *rest)
-{
-    if (!sequence->running) {
-        return;
-    }
-    sequence->running = false;
-    if (sequence->leads) {
-        run *last = &sequence->runs[sequence->ran - 1];
-
-        last->rest = *rest;
-        last->rested = true;
-        return;
-    }
-    sequence->rest = *rest;
-    sequence->compares = true;
-    compare(sequence);
-}
-
-bool
-smp_sequence_tell(smp_sequence *sequence, smp_sequence_word *out)
-{
-    const run *last;
-
-    if (!sequence->leads) {
-        return false;
-    }
-    memset(out, 0, sizeof(*out)); /* it travels: no byte is left over */
-    if (sequence->rests_told < sequence->told &&
-        sequence->runs[sequence->rests_told].rested) {
-        out->rests = true;
-        out->rest = sequence->runs[sequence->rests_told].rest;
-        sequence->rests_told++;
-    }
-    if (sequence->told < sequence->nruns) {
-        last = &sequence->runs[sequence->told];
-        out->runs = true;
-        out->next.kind = last->what.kind;
-        out->next.phase = last->what.phase;
-        out->next.microbatch = last->what.microbatch;
-        out->next.call = last->what.call;
-        sequence->told++;
-    }
-    return out->rests || out->runs;
 }
 
 smp_status
 smp_sequence_hear(smp_sequence *sequence, const smp_sequence_word *word)
 {
-    if (sequence->leads || (word->rests && sequence->rests_told == sequence->nruns)) {
+    if (sequence->leads || (word->rests && sequence->nrests == sequence->nruns)) {
         return SMP_ERR_MALFORMED;
     }
     if (word->rests) {
-        run *its = &sequence->runs[sequence->rests_told++];
-
-        its->rest = word->rest;
-        its->rested = true;
+        sequence->runs[sequence->nrests++].rest = word->rest;
         compare(sequence);
     }
     return word->runs ? append(sequence, &word->next) : SMP_OK;

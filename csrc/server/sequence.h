@@ -2,9 +2,9 @@
  *
  * A module in a collective of its own holds the baton.  So the ranks of a DP_GROUP,
  * each in a pipeline of its own, must let their tasks run in one order.  The leader,
- * dp_rank 0, chooses freely, and its runs make a list, sent to the others.  They run
- * the next one of the list when they can.  No ranks wait in a circle: a run of the
- * leader needs only its earlier runs.
+ * dp_rank 0, chooses freely, and tells its runs to the others.  These make a list of
+ * them, and run the next one of the list when they can.  No ranks wait in a circle: a
+ * run of the leader needs only its earlier runs.
  *
  * One run is all work of a task until it gives the baton away.  A run's rest (over, or
  * a wait) is alike on all ranks, too; the leader tells its own, and another rest means
@@ -54,9 +54,9 @@ bool smp_sequence_leads(const smp_sequence *sequence);
 ptrdiff_t smp_sequence_find(const smp_sequence *sequence, const smp_ready *ready,
                             size_t n);
 
-/* This rank runs it: the leader its choice, the others the found one.
- * SMP_ERR_NO_MEMORY. */
-smp_status smp_sequence_run(smp_sequence *sequence, const smp_ready *next);
+/* This rank runs it: the leader its choice, with the last one told; the others the
+ * found one. */
+void smp_sequence_run(smp_sequence *sequence, const smp_ready *next);
 
 /* The run has given the baton away.  Does nothing without a run. */
 void smp_sequence_rest(smp_sequence *sequence, const smp_wait *rest);

@@ -215,18 +215,19 @@ choose(smp_server *server, smp_ready *next)
     if (best >= 0 && server->replay != NULL) {
         status = smp_replay_run(server->replay, &list->ready[best]);
     }
-    if (status == SMP_OK && best >= 0 && server->sequence != NULL) {
-        status = smp_sequence_run(server->sequence, &list->ready[best]);
-    }
     if (status != SMP_OK) {
         smp_control_fail(server->control, status);
         return false;
     }
-    if (best >= 0) {
-        *next = list->ready[best];
+    if (best < 0) {
+        return false;
+    }
+    *next = list->ready[best];
+    if (server->sequence != NULL) {
+        smp_sequence_run(server->sequence, next);
         smp_stage_tell_runs(server->stage);
     }
-    return best >= 0;
+    return true;
 }
 
 /* Runs that one.  False: none, or no thread for it. */
@@ -284,7 +285,7 @@ come_to_rest(smp_server *server, const smp_worker *self)
     if (server->sequence != NULL && !smp_control_failed(server->control)) {
         smp_sequence_rest(server->sequence,
                           self->state == SMP_WORKER_PENDING ? &self->wait : &over);
-        smp_control_check_runs(server->control);
+        smp_control_check(server->control, NULL);
     }
 }
 
@@ -525,15 +526,15 @@ smp_status
 smp_server_line_up(smp_server *server, const smp_key *key)
 {
     const smp_lineup *lineup = smp_stage_lineup(server->stage);
+    const bool        may = lineup == NULL || smp_lineup_may_issue(lineup, key);
 
-    if (!smp_lineup_may_issue(lineup, key)) {
-        smp_control_check_calls(server->control, key);
+    if (!may) {
+        smp_control_check(server->control, key);
     }
     if (smp_control_failed(server->control)) {
         return SMP_ERR_CLOSED;
     }
-    if (smp_lineup_may_issue(lineup, key) &&
-        (server->sequence != NULL || server->replay == NULL)) {
+    if (may && (lineup == NULL || server->replay == NULL)) {
         return SMP_OK;
     }
     smp_jitter();
@@ -547,7 +548,7 @@ smp_server_issued(smp_server *server, const smp_key *key)
     const smp_status status = smp_stage_issue(server->stage, key);
 
     if (status == SMP_OK) {
-        smp_control_check_calls(server->control, NULL);
+        smp_control_check(server->control, NULL);
     }
     return status;
 }
@@ -616,7 +617,7 @@ smp_server_agree(smp_server *server, const smp_ballot_list *list, bool for_all,
 uint64_t
 smp_server_issued_so_far(const smp_server *server)
 {
-    return smp_lineup_issued(smp_stage_lineup(server->stage));
+    return smp_stage_issued(server->stage);
 }
 
 uint64_t
@@ -870,7 +871,7 @@ smp_server_collectives_ended(smp_server *server, int64_t timeout_ns, uint64_t *l
     if (!smp_control_await_stage(server->control, timeout_ns)) {
         return false;
     }
-    smp_lineup_range(smp_stage_lineup(server->stage), least, most);
+    smp_stage_range(server->stage, least, most);
     return true;
 }
 

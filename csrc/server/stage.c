@@ -12,19 +12,22 @@ struct smp_stage {
     smp_comm     *comm; /* borrowed */
     smp_grid      grid;
     uint32_t      step;
-    smp_lineup   *lineup;    /* owned */
+    smp_lineup   *lineup;    /* owned; NULL: in a sequence */
     smp_sequence *sequence;  /* owned; NULL: each rank runs in an order of its own */
     smp_ballots  *ballots;   /* owned */
-    uint64_t      completed; /* collectives of the step */
+    uint64_t      issued;    /* collectives of the step */
+    uint64_t      completed; /* ... of them */
     bool          in_order;  /* this rank has done its part, and said so */
     bool          one_failed;
+    uint64_t issued_by[]; /* by pipeline, at the rank's end; else SMP_LINEUP_GOES_ON */
 };
 
 smp_status
 smp_stage_create(smp_comm *comm, const smp_grid *grid, bool in_sequence,
                  smp_stage **out)
 {
-    smp_stage *stage = calloc(1, sizeof(*stage));
+    smp_stage *stage = calloc(1, sizeof(*stage) + (size_t)grid->pipelines *
+                                                      sizeof(stage->issued_by[0]));
     smp_status status;
 
     if (stage == NULL) {
@@ -32,11 +35,8 @@ smp_stage_create(smp_comm *comm, const smp_grid *grid, bool in_sequence,
     }
     stage->comm = comm;
     stage->grid = *grid;
-    status =
-        smp_lineup_create(grid->pipeline, grid->pipelines, in_sequence, &stage->lineup);
-    if (status == SMP_OK && in_sequence) {
-        status = smp_sequence_create(grid->pipeline == 0, &stage->sequence);
-    }
+    status = in_sequence ? smp_sequence_create(grid->pipeline == 0, &stage->sequence)
+                         : smp_lineup_create(grid->pipeline, &stage->lineup);
     if (status == SMP_OK) {
         status = smp_ballots_create(grid->pipelines, &stage->ballots);
     }
@@ -44,6 +44,7 @@ smp_stage_create(smp_comm *comm, const smp_grid *grid, bool in_sequence,
         smp_stage_destroy(stage);
         return status;
     }
+    smp_stage_begin(stage, 0); /* no rank has ended */
     *out = stage;
     return SMP_OK;
 }
@@ -63,11 +64,16 @@ void
 smp_stage_begin(smp_stage *stage, uint32_t step)
 {
     stage->step = step;
-    smp_lineup_begin(stage->lineup);
-    smp_ballots_begin(stage->ballots);
     if (stage->sequence != NULL) {
         smp_sequence_begin(stage->sequence);
+    } else {
+        smp_lineup_begin(stage->lineup);
     }
+    smp_ballots_begin(stage->ballots);
+    for (int p = 0; p < stage->grid.pipelines; p++) {
+        stage->issued_by[p] = SMP_LINEUP_GOES_ON;
+    }
+    stage->issued = 0;
     stage->completed = 0;
     stage->in_order = false;
     stage->one_failed = false;
@@ -125,10 +131,14 @@ smp_stage_issue(smp_stage *stage, const smp_key *key)
         smp_key      key;
     } message = {{.kind = SMP_MSG_KEY, .step = stage->step}, *key};
 
+    stage->issued++;
+    if (stage->lineup == NULL) {
+        return SMP_OK;
+    }
     if (smp_lineup_issue(stage->lineup, key) != SMP_OK) {
         return SMP_ERR_NO_MEMORY;
     }
-    if (stage->grid.pipeline == 0 && stage->sequence == NULL) {
+    if (stage->grid.pipeline == 0) {
         send_to_others(stage, &message, sizeof(message));
     }
     return SMP_OK;
@@ -138,6 +148,12 @@ void
 smp_stage_complete(smp_stage *stage)
 {
     stage->completed++;
+}
+
+uint64_t
+smp_stage_issued(const smp_stage *stage)
+{
+    return stage->issued;
 }
 
 uint64_t
@@ -162,23 +178,22 @@ smp_stage_tell_runs(smp_stage *stage)
 void
 smp_stage_end(smp_stage *stage, bool failed, const smp_replay_word *word)
 {
-    const uint64_t issued = smp_lineup_issued(stage->lineup);
     struct {
         smp_envelope    envelope;
         smp_replay_word word;
     } message = {.envelope = {.kind = SMP_MSG_ISSUED,
                               .flags = failed ? SMP_FLAG_FAILED : 0,
                               .step = stage->step,
-                              .call = issued}};
+                              .call = stage->issued}};
 
-    if (smp_lineup_has_ended(stage->lineup, stage->grid.pipeline)) {
+    if (smp_stage_has_ended(stage, stage->grid.pipeline)) {
         return;
     }
     if (!failed) {
         smp_stage_tell_runs(stage);
     }
     stage->in_order = !failed;
-    smp_lineup_end(stage->lineup, stage->grid.pipeline, issued);
+    stage->issued_by[stage->grid.pipeline] = stage->issued;
     if (word != NULL) {
         message.word = *word;
     }
@@ -193,7 +208,7 @@ hear_key(smp_stage *stage, const smp_message *message)
     smp_key key;
 
     if (message->nbytes != sizeof(smp_envelope) + sizeof(key) ||
-        stage->grid.pipeline == 0 || stage->sequence != NULL) {
+        stage->grid.pipeline == 0 || stage->lineup == NULL) {
         return SMP_ERR_MALFORMED;
     }
     memcpy(&key, message->bytes + sizeof(smp_envelope), sizeof(key));
@@ -244,7 +259,7 @@ hear_issued(smp_stage *stage, const smp_message *message)
         return SMP_ERR_MALFORMED;
     }
     stage->one_failed = stage->one_failed || (e->flags & SMP_FLAG_FAILED) != 0;
-    smp_lineup_end(stage->lineup, pipeline, e->call);
+    stage->issued_by[pipeline] = e->call;
     return SMP_OK;
 }
 
@@ -262,6 +277,46 @@ smp_stage_hear(smp_stage *stage, const smp_message *message)
         return hear_issued(stage, message);
     default:
         return SMP_ERR_MALFORMED;
+    }
+}
+
+bool
+smp_stage_find_gap(const smp_stage *stage, const smp_key *wanted, smp_lineup_gap *gap)
+{
+    return stage->lineup != NULL &&
+           smp_lineup_find_gap(stage->lineup, stage->issued_by, stage->grid.pipelines,
+                               wanted, gap);
+}
+
+bool
+smp_stage_has_ended(const smp_stage *stage, int pipeline)
+{
+    return stage->issued_by[pipeline] != SMP_LINEUP_GOES_ON;
+}
+
+bool
+smp_stage_is_over(const smp_stage *stage)
+{
+    bool is_over = true;
+
+    for (int p = 0; p < stage->grid.pipelines; p++) {
+        is_over = is_over && smp_stage_has_ended(stage, p);
+    }
+    return is_over;
+}
+
+void
+smp_stage_range(const smp_stage *stage, uint64_t *least, uint64_t *most)
+{
+    *least = UINT64_MAX;
+    *most = 0;
+    for (int p = 0; p < stage->grid.pipelines; p++) {
+        const uint64_t issued = stage->issued_by[p];
+
+        if (issued != SMP_LINEUP_GOES_ON) {
+            *least = issued < *least ? issued : *least;
+            *most = issued > *most ? issued : *most;
+        }
     }
 }
 

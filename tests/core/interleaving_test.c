@@ -959,7 +959,7 @@ make_tp_ranks(void)
 {
     for (int t = 0; t < 2; t++) {
         smp_lineup_destroy(tp_ranks[t]);
-        want(smp_lineup_create(t, 2, false, &tp_ranks[t]) == SMP_OK, "no memory");
+        want(smp_lineup_create(t, &tp_ranks[t]) == SMP_OK, "no memory");
         smp_lineup_begin(tp_ranks[t]);
     }
     make_ranks();
