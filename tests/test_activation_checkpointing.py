@@ -3,6 +3,7 @@
 import copy
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import smp
 from smp import _core
 from smp.compat.checkpoint_calls import checkpoint, checkpoint_sequential
+from tests.devices import DEVICES, use
 from tests.models.modules import module_of
 from tests.models.partition import distributed
 from tests.models.trained import assert_same
@@ -320,6 +322,65 @@ def test_the_numbers_that_a_layer_draws_are_drawn_again_if_that_is_asked_for(mak
 
     _, first, again = layer.drawn
     assert (first == again) is preserve
+
+
+class Drops(nn.Module):
+    """Dropout of a linear layer, whose input may be anywhere in its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, given=None, *, x=None):
+        if isinstance(given, SimpleNamespace):
+            x = given.x
+        elif given is not None:
+            x = given
+        return self.dropout(self.linear(self.linear.weight if x is None else x)).square()
+
+
+CALLS = {
+    "by position": lambda layer, x: layer(x),
+    "by keyword": lambda layer, x: layer(x=x),
+    "in an object": lambda layer, x: layer(SimpleNamespace(x=x)),
+    "without a tensor": lambda layer, x: layer() * x.sum(),
+}
+
+
+class Calls(nn.Module):
+    """Calls `Drops` in one of these ways."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.first, self.drops, self.call = nn.Linear(4, 4), Drops(), call
+
+    def forward(self, x):
+        return CALLS[self.call](self.drops, self.first(x))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_layer_drops_the_same_again_wherever_its_input_is(device, call):
+    @smp.step
+    def step(model, x):
+        model.backward(model(x).sum())
+
+    grads = []
+    for checkpoints in (False, True):
+        smp.reset()
+        smp.init({"pipeline_parallel_degree": -1, "microbatches": 2})
+        at = use(device)
+        torch.manual_seed(0)
+        net = Calls(call).to(at)
+        smp.set_partition(net, 0)
+        smp.set_partition(net.drops, smp.pp_size() - 1)
+        model = smp.DistributedModel(net)
+        if checkpoints:
+            smp.set_activation_checkpointing(net.drops)
+        step(model, torch.ones(8, 4).to(at))
+        grads.append({name: p.grad.cpu() for name, p in model.local_named_parameters()})
+    assert_same(grads[1], grads[0])
 
 
 def test_what_is_no_module_is_refused():

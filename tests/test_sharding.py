@@ -390,6 +390,31 @@ def test_a_partial_checkpoint_of_shards_loads_under_other_degrees(tmp_path):
 # ------------------------------------------------------------------------ errors
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("half", [{}, {"bf16": True}], ids=["", "bf16"])
+def test_a_parameter_frozen_at_a_resume_has_its_state_once_thawed(half, tmp_path):
+    def begun(is_frozen: bool) -> tuple[Any, Any]:
+        smp.reset()
+        job("dp", shard_optimizer_state=True, **half)
+        model, optimizer = wrapped(OPTIMIZERS["adamw"])
+        model.module.first.requires_grad_(not is_frozen)
+        return model, optimizer
+
+    model, optimizer = begun(is_frozen=False)
+    train(model, optimizer, 0, 2)
+    model.module.first.requires_grad_(False)
+    smp.save_checkpoint(tmp_path, "t", True, model, optimizer)
+    model.module.first.requires_grad_(True)
+    train(model, optimizer, 2, 4)
+    want = everything(model, optimizer)
+
+    model, optimizer = begun(is_frozen=True)
+    smp.resume_from_checkpoint(tmp_path, "t")
+    model.module.first.requires_grad_(True)
+    train(model, optimizer, 2, 4)
+    assert_same(everything(model, optimizer), want)
+
+
 class Coupled(torch.optim.SGD):
     """Steps with a number from all parameters."""
 

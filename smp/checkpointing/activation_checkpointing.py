@@ -7,12 +7,12 @@ are checkpointed with it.  Children of an ``nn.Sequential`` are checkpointed by 
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -20,6 +20,7 @@ from smp import _core
 from smp.checkpointing import offloading
 from smp.marks import CHECKPOINTED, CHECKPOINTING, RUNS, set_class
 from smp.modules import inner_module, live_models, remote_modules, stand_ins
+from smp.pytorch import accelerator
 from smp.state_mod import state
 from smp.tensor_parallel.rows import regions
 from smp.tensor_parallel.splits import in_place
@@ -146,10 +147,25 @@ def run(function: Callable, preserve: bool, args: tuple, kwargs: dict[str, Any])
     )
     offloads = offloading.of_this_job()
     if offloads is None:
-        return checkpoint(function, *args, **kwargs)
+        return checkpoint(*_with_device(function, args), **kwargs)
     function, tensors = offloading.with_tensors_apart(function, args, kwargs)
     with saved_tensors_hooks(offloads.pack, offloads.unpack):
-        return checkpoint(function, *tensors)
+        return checkpoint(*_with_device(function, tensors))
+
+
+def _with_device(function: Callable, args: Sequence) -> tuple:
+    """A call, with an empty tensor of the accelerator in front of its arguments.
+
+    A checkpoint keeps random states and autocast of the devices of positional tensors alone.
+    """
+    device = accelerator.in_use()
+    if device is None:
+        return function, *args
+
+    def call(_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call, torch.empty(0, device=device), *args
 
 
 def run_sequential(

@@ -357,6 +357,8 @@ def _load_by_number(
         by_number = _own_slices(optimizer, by_number)
     own = _of_rank(optimizer, by_number)
     if optimizer.sharded is not None:
+        optimizer.sharded.adopt(own)
+        optimizer.masters.make()
         own = optimizer.sharded.own(own)
     own_states, masters = take_out(own)
     wrapped = optimizer.optimizer

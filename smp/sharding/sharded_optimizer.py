@@ -5,7 +5,7 @@ parameter are in it as slices.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -169,6 +169,21 @@ class ShardedOptimizer:
         values.give(one for one, flag in zip(every, flags, strict=True) if flag)
         if failed:
             values.raise_failure(error, failed)
+
+    def adopt(self, numbers: Iterable[Any]) -> None:
+        """Give owners to frozen parameters with a saved state: they were in training before.
+
+        Args:
+            numbers: of parameters, alike on all replicas for those without owners.
+        """
+        members = self._members()
+        whole = [
+            model_parameter(members[n])
+            for n in sorted(n for n in numbers if n in range(len(members)))
+        ]
+        new = [p for p in whole if self.owners.parts_of(p) is None]
+        self.owners.assign(new, set(map(id, new)))  # their gradients may be sparse
+        self.take_share()
 
     def own(self, by_number: Mapping[Any, Any]) -> dict[Any, Any]:
         """The entries of a state of whole parameters that this rank keeps, as it keeps them."""
