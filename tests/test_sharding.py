@@ -387,15 +387,13 @@ def test_a_partial_checkpoint_of_shards_loads_under_other_degrees(tmp_path):
         again.load_state_dict(shard)
 
 
-# ------------------------------------------------------------------------ errors
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("half", [{}, {"bf16": True}], ids=["", "bf16"])
-def test_a_parameter_frozen_at_a_resume_has_its_state_once_thawed(half, tmp_path):
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", ""])
+def test_a_parameter_frozen_at_a_resume_has_its_state_once_thawed(sharded, half, tmp_path):
     def begun(is_frozen: bool) -> tuple[Any, Any]:
         smp.reset()
-        job("dp", shard_optimizer_state=True, **half)
+        job("dp", shard_optimizer_state=sharded, **half)
         model, optimizer = wrapped(OPTIMIZERS["adamw"])
         model.module.first.requires_grad_(not is_frozen)
         return model, optimizer
@@ -413,6 +411,9 @@ def test_a_parameter_frozen_at_a_resume_has_its_state_once_thawed(half, tmp_path
     model.module.first.requires_grad_(True)
     train(model, optimizer, 2, 4)
     assert_same(everything(model, optimizer), want)
+
+
+# ------------------------------------------------------------------------ errors
 
 
 class Coupled(torch.optim.SGD):

@@ -6,7 +6,8 @@ master's value, rounded.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -81,17 +82,23 @@ class Masters:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @among_slices
-    def make(self) -> None:
+    def make(self, saved: Container[int] = ()) -> None:
         """Make masters of half parameters without one: of this rank, once partitioned.
 
         A half parameter that the script has put back into a group gets its master again.  A
         frozen one gets its first when it is in training.
+
+        Args:
+            saved: numbers, in the optimizer's state dict, of parameters with a saved master;
+                they were in training before.
         """
         if keeps_its_own(self.optimizer):
             return
+        numbers = count()
         for group in self.optimizer.param_groups:
             members = group["params"]
             for place, parameter in enumerate(members):
+                number = next(numbers)
                 if type(parameter) is MasterWeight or not hasattr(parameter, HAS_MASTER):
                     continue
                 if not keeps_state(parameter):
@@ -101,8 +108,9 @@ class Masters:
                     if former.stands_for is not parameter:
                         former.stands_for, former.seen = parameter, -1
                     continue
-                if not parameter.requires_grad and parameter.grad is None:
-                    continue  # gets one when it is thawed
+                in_training = parameter.requires_grad or parameter.grad is not None
+                if not in_training and number not in saved:
+                    continue
                 patches.foreach_masters.while_alive(self.optimizer, MasterWeight)
                 members[place] = master = _master_of(parameter)
                 self._made[id(model_parameter(parameter))] = master

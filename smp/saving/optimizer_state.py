@@ -358,9 +358,9 @@ def _load_by_number(
     own = _of_rank(optimizer, by_number)
     if optimizer.sharded is not None:
         optimizer.sharded.adopt(own)
-        optimizer.masters.make()
         own = optimizer.sharded.own(own)
     own_states, masters = take_out(own)
+    optimizer.masters.make(masters)
     wrapped = optimizer.optimizer
     wrapped.load_state_dict({**wrapped.state_dict(), "state": own_states})
     optimizer.masters.load(masters)
