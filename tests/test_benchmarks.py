@@ -31,6 +31,7 @@ BENCHMARKS = TESTS.parent / "benchmarks"
         ("gpt2", ["--rounds", "1", "--layers", "2", "--width", "32"], "of ideal"),
         ("messages", ["--blocks", "2"], "| GPT-2, with a cache |"),
         ("gather_lengths", ["--rounds", "1"], "| unknown |"),
+        ("sharded_step", ["--rounds", "1", "--width", "64"], "| smp, sharded |"),
         ("sleeping_stages", ["--rounds", "1", "--block-ms", "1"], "| 8 | chains |"),
     ],
 )
