@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #include "common/status.h"
-#include "server/lineup.h"
+#include "server/key.h"
 #include "server/schedule.h"
 
 typedef struct smp_board smp_board;
