@@ -66,12 +66,6 @@ check_unchanged(const smp_served_call *call)
     return 0;
 }
 
-static const char *
-sized(smp_unpack *from, uint32_t *size)
-{
-    return smp_unpack_raw(from, 1) == NULL ? NULL : smp_unpack_sized(from, size);
-}
-
 /* Finds a call's tensors among those of earlier ones. */
 static int
 find_tensors(smp_served_call *calls, size_t at, const smp_written_call *written)
@@ -191,29 +185,6 @@ enter(smp_context *context, int32_t former, const smp_served_call *call,
     Py_XDECREF(outputs);
     Py_XDECREF(hook);
     return failed;
-}
-
-int
-smp_served_read(smp_unpack *from, smp_written_call *call)
-{
-    const char *bytes;
-    uint32_t    nbytes;
-    uint32_t    nsources;
-
-    if ((bytes = sized(from, &nbytes)) == NULL ||
-        (call->values = sized(from, &call->nvalues)) == NULL ||
-        (call->sources = sized(from, &nsources)) == NULL) {
-        return -1;
-    }
-    if (nbytes != sizeof(call->head)) {
-        return smp_malformed("a chain's call of %u bytes", (unsigned)nbytes);
-    }
-    memcpy(&call->head, bytes, sizeof(call->head));
-    if (nsources != call->head.nsources * sizeof(smp_chain_source) ||
-        call->head.entry < 0 || (size_t)call->head.entry >= smp_the_session.nentries) {
-        return smp_malformed("a chain's call of entry %d", (int)call->head.entry);
-    }
-    return 0;
 }
 
 /* Reads the call number `at`: its arguments are tensors of earlier ones. */
