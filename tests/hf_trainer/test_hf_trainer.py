@@ -149,6 +149,17 @@ def test_the_trainer_gives_on_two_ranks_what_it_gives_on_one(model, resumes, tmp
         assert torch.equal(resumed["parameters"][name], parameter), name
 
 
+def test_half_precision_and_sharded_state_resume_with_the_same_bits(tmp_path):
+    parameters = {"partitions": 1, "bf16": True, "shard_optimizer_state": True}
+    got = run("gpt2", tmp_path, ranks=2, **parameters)[0]
+    assert sum(got["losses"][-3:]) < sum(got["losses"][:3])
+    assert len(list((tmp_path / "checkpoint-6").glob("optimizer.pt_*"))) == 2
+    resumed = run("gpt2", tmp_path, ranks=2, resume=True, **parameters)[0]
+    assert resumed["losses"][-6:] == got["losses"][-6:]
+    for name, parameter in got["parameters"].items():
+        assert torch.equal(resumed["parameters"][name], parameter), name
+
+
 ALIKE = ("--in-order", "--max-norm", "0.5")
 REPLACED = {"gpt2": "DistributedTransformerLMHead", "bert": "DistributedTransformer"}
 
