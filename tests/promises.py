@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import smp
+from tests.models.modules import in_backward
 from tests.ranks import call_on_ranks, job
 
 WIDTH, MICROBATCHES = 16, 4
@@ -89,20 +90,6 @@ class CtrlC:
         assert self.heard.wait(HEARD_S)
 
 
-class Backward(torch.autograd.Function):
-    """Nothing but a call in its backward."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.call()
-        return gradient, None
-
-
 class Fault:
     """Happens once, after some passes.  No attribute of the module: a microbatch that changes
     one, after another has read it, is refused."""
@@ -127,7 +114,7 @@ class Faulty(nn.Linear):
         self.fault = Fault()
 
     def forward(self, x):
-        return Backward.apply(self._forward(x), lambda: self.fault("backward"))
+        return in_backward(self._forward(x), lambda _: self.fault("backward"))
 
     def _forward(self, x):
         self.fault("forward")

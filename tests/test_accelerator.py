@@ -16,7 +16,7 @@ from smp.pytorch import accelerator as devices_of_torch
 from smp.pytorch import staging
 from tests import accelerator
 from tests.devices import DEVICES, SEVERAL, use
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.ranks import on_ranks
 from tests.test_device_pool import WIDTH, Chain, distributed
 from tests.test_device_pool import begin as begin_with_pool
@@ -208,19 +208,12 @@ def test_autograd_has_no_device_threads_in_a_step_and_the_users_setting_after_it
     on = begin(device)
     seen = []
 
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append((torch._C._is_multithreading_enabled(), _core.current() is not None))
-            return gradient
+    def look(gradient):
+        seen.append((torch._C._is_multithreading_enabled(), _core.current() is not None))
 
     class Second(nn.Linear):
         def forward(self, x):
-            return Looks.apply(super().forward(x))
+            return in_backward(super().forward(x), look)
 
     chain = Chain()
     chain.second = Second(WIDTH, WIDTH)
@@ -229,7 +222,7 @@ def test_autograd_has_no_device_threads_in_a_step_and_the_users_setting_after_it
 
     @smp.step
     def step(model, x):
-        loss = Looks.apply(model(x)).sum()
+        loss = in_backward(model(x), look).sum()
         model.backward(loss)
         return loss
 

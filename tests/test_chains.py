@@ -28,6 +28,7 @@ from transformers import (
 import smp
 from smp import _core
 from smp.modules import placeholders
+from tests.models.modules import in_backward
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 from tests.test_remote_calls import WIDTH, Run, rows, train
@@ -35,14 +36,8 @@ from tests.test_remote_calls import WIDTH, Run, rows, train
 STEPS = 4
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("of a block")
+def raises(gradient):
+    raise ValueError("of a block")
 
 
 class Block(nn.Module):
@@ -58,7 +53,7 @@ class Block(nn.Module):
         if self.kind == "raises":
             raise ValueError("of a block")
         if self.kind == "raises in its backward":
-            x = Raises.apply(x)
+            x = in_backward(x, raises)
         if self.kind == "sets":
             self.scale = float(x.detach().sum())
         if self.kind == "counts":

@@ -13,7 +13,7 @@ import smp
 from smp.modules import microbatch_attributes, remote_modules, stand_ins
 from smp.pytorch import contents
 from smp.runtime import forward_attributes
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
@@ -282,19 +282,6 @@ def test_what_a_step_has_noted_for_its_backward_is_its_own(owner):
             torch.testing.assert_close(parameter.grad, its[name].grad)
 
 
-class Passes(torch.autograd.Function):
-    """Counts its module's backwards."""
-
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.module = module
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.module.passed(), None
-
-
 class CountsPasses(nn.Module):
     def __init__(self, reads):
         super().__init__()
@@ -308,7 +295,7 @@ class CountsPasses(nn.Module):
     def forward(self, x):
         if self.reads and self.passes > 5:
             return x
-        return self.second(Passes.apply(self.first(x), self))
+        return self.second(in_backward(self.first(x), lambda g: g * self.passed()))
 
 
 @on_ranks(2)

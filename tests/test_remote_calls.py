@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import smp
 from smp import _core, marks
 from smp.modules import remote_modules
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed, partition_by_path
 from tests.ranks import on_ranks
 from tests.reference.compare import (
@@ -257,17 +257,9 @@ def test_of_a_column_of_a_large_tensor_the_column_alone_is_sent(by):
         large[1][:, 3] = y.detach()
         return y + 0, large[1][:, 3]
 
-    class InColumn(torch.autograd.Function):
-        """Gives its gradient as a column."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            large[0][:, 3] = gradient
-            return large[0][:, 3]
+    def as_a_column(gradient):
+        large[0][:, 3] = gradient
+        return large[0][:, 3]
 
     net = nn.Sequential(Column())
     model = distributed(net, {"": 0, "0": 1})
@@ -278,7 +270,7 @@ def test_of_a_column_of_a_large_tensor_the_column_alone_is_sent(by):
         out = model.module[0](large[0][:, 3] if by == "argument" else x)
         y, same = out if by == "result" else (out, out)
         if by == "gradient":
-            y = InColumn.apply(y)
+            y = in_backward(y, as_a_column)
         model.backward((y * x).sum())
         return same
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 import smp
 from smp import _core
 from smp.runtime import thread_state
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.compare import (
@@ -65,20 +65,6 @@ def modes() -> dict[str, Any]:
     }
 
 
-class Noted(torch.autograd.Function):
-    """The identity; its backward notes the modes that it runs in."""
-
-    @staticmethod
-    def forward(ctx, x, notes):
-        ctx.notes = notes
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.notes.append(modes())
-        return gradient, None
-
-
 class Layer(nn.Linear):
     """A layer that notes, on the rank where it runs, the modes it runs in."""
 
@@ -92,7 +78,7 @@ class Layer(nn.Linear):
         if smp.is_tracing():
             return y
         self.notes.append(modes() | {"dtype": y.dtype, "graph": y.requires_grad})
-        return Noted.apply(y, self.backward_notes)
+        return in_backward(y, lambda _: self.backward_notes.append(modes()))
 
 
 @module_of(lambda: {"there": Layer(), "back": Layer()})
@@ -716,20 +702,6 @@ def test_a_graph_whose_backward_never_came_is_gone_after_the_step():
     Kept.graphs.clear()
 
 
-class CallsBackward(torch.autograd.Function):
-    """Its backward calls ``model.backward``."""
-
-    @staticmethod
-    def forward(ctx, x, model):
-        ctx.model = model
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.model.backward(torch.ones((), requires_grad=True))
-        return gradient, None
-
-
 @on_ranks(2)
 def test_a_backward_in_a_backward_is_an_error_and_the_next_step_works():
     model, _ = make(2, microbatches=2)
@@ -737,7 +709,8 @@ def test_a_backward_in_a_backward_is_an_error_and_the_next_step_works():
 
     @smp.step
     def nested(model, x):
-        model.backward(CallsBackward.apply(model(x).sum(), model))
+        other = torch.ones((), requires_grad=True)
+        model.backward(in_backward(model(x).sum(), lambda _: model.backward(other)))
 
     with pytest.raises(RuntimeError, match="model.backward\\(\\) was called inside a backward"):
         nested(model, x)
