@@ -1,8 +1,6 @@
 """Saving where something fails meanwhile: files, the file system, a rank."""
 
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 import smp
 from smp.saving import saved_files
 from tests.models.trained import Run, init
-from tests.ranks import on_ranks, rank_environment
+from tests.ranks import on_ranks, python
 from tests.test_checkpoints import KINDS, listed, save
 
 
@@ -95,13 +93,8 @@ def test_a_full_file_system_is_said_and_leaves_no_half_file(tmp_path):
         "print(os.listdir('.'), smp.load('small', partial=False)['w'].numel())\n"
     )
     mount = f'mount -t tmpfs -o size=1m none "{tmp_path}" && cd "{tmp_path}" && exec "$0" "$@"'
-    done = subprocess.run(
-        ["unshare", "--mount", "--map-root-user"]
-        + ["sh", "-c", mount, sys.executable, "-c", script],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
+    done = python(
+        "-c", script, before=["unshare", "--mount", "--map-root-user", "sh", "-c", mount]
     )
 
     assert done.returncode == 0, done.stderr
