@@ -8,6 +8,7 @@ import copy
 import os
 import pickle
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,17 @@ import smp
 from smp import _core
 from smp.modules import placeholders
 from tests.models.modules import in_backward
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 from tests.test_remote_calls import WIDTH, Run, rows, train
 
 STEPS = 4
+
+
+def on_others(net: nn.Module, owners: Sequence[int]) -> smp.DistributedModel:
+    """The model of ``net`` on pp_rank 0, whose blocks have these owners."""
+    return distributed(net, {"": 0} | {f"blocks.{i}": owner for i, owner in enumerate(owners)})
 
 
 def raises(gradient):
@@ -286,10 +293,8 @@ def bits_of_blocks(
     torch.manual_seed(0)
     with smp.tensor_parallelism(enabled=split > 1):
         net = Blocks(way)
-    smp.set_partition(net, 0)
-    for i, block in enumerate(net.blocks):
-        smp.set_partition(block, 1 + i * (smp.pp_size() - 1) // len(net.blocks))
-    model = smp.DistributedModel(net)
+    count = len(net.blocks)
+    model = on_others(net, [1 + i * (smp.pp_size() - 1) // count for i in range(count)])
     block = model.module.blocks[at]
     mine = smp.dp_rank()
     model.module.is_odd = mine in odd
@@ -388,10 +393,7 @@ def test_a_chain_is_one_request():
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "fast_mode": fast})
         torch.manual_seed(0)
         net = Blocks("plain")
-        for block in net.blocks:
-            smp.set_partition(block, 1)
-        smp.set_partition(net, 0)
-        model = smp.DistributedModel(net)
+        model = on_others(net, [1] * len(net.blocks))
 
         @smp.step
         def step(model, x):
@@ -438,10 +440,8 @@ def test_an_argument_of_the_root_goes_ahead_to_the_last_call_of_a_chain(nested, 
         torch.manual_seed(0)
         net = Labelled(nested)
         last = smp.pp_size() - 1
-        for at, block in enumerate((*net.blocks, net.head)):
-            smp.set_partition(block, 1 if at < 2 else last)
-        smp.set_partition(net, 0)
-        model = smp.DistributedModel(net)
+        owners = {"blocks.0": 1, "blocks.1": 1, "blocks.2": last, "head": last}
+        model = distributed(net, {"": 0, **owners})
 
         @smp.step
         def step(model, x, labels, number):
@@ -556,11 +556,7 @@ def started(owners: tuple[int, ...], fast: bool) -> smp.DistributedModel:
     ranks = 1 + max(owners)
     smp.init({"pipeline_parallel_degree": ranks, "microbatches": 3, "fast_mode": fast})
     torch.manual_seed(0)
-    net = Keeps()
-    smp.set_partition(net, 0)
-    for block, owner in zip(net.blocks, owners, strict=True):
-        smp.set_partition(block, owner)
-    return smp.DistributedModel(net)
+    return on_others(Keeps(), owners)
 
 
 @on_ranks(3)
@@ -693,10 +689,7 @@ def test_a_block_with_hooks_is_in_a_chain_with_the_bits_of_single_calls(name):
 def test_kept_outputs_leave_their_owners_when_their_microbatch_is_done():
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 4, "active_microbatches": 1})
     net = Keeps()
-    smp.set_partition(net, 0)
-    for i, block in enumerate(net.blocks):
-        smp.set_partition(block, 1 + i // 3)
-    model = smp.DistributedModel(net)
+    model = on_others(net, [1 + i // 3 for i in range(len(net.blocks))])
     alive: list[int] = []
     for block in (net.blocks[0], net.blocks[3]):  # pre-hooks run on the owner
         block.register_forward_pre_hook(
