@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -27,7 +26,7 @@ from tests.models.trained import (
     make_model,
     snapshot,
 )
-from tests.ranks import call_on_ranks, on_ranks, rank_environment
+from tests.ranks import call_on_ranks, on_ranks, python
 
 HERE = Path(__file__).parent
 KINDS = pytest.mark.parametrize("partial", [True, False], ids=["partial", "full"])
@@ -121,7 +120,8 @@ def test_the_files_have_the_names_of_the_original(tmp_path):
 @on_ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_full_checkpoint_loads_into_the_plain_model(name, tmp_path):
-    """By torch.load with weights_only, without this library; the optimizer, too."""
+    """By torch.load with weights_only, without this library; the optimizer, too, whose
+    indices are those of the user's groups."""
     init(2)
     run, plain = Run(name), PlainRun(name)
     run.train(0, 2)
@@ -133,6 +133,7 @@ def test_a_full_checkpoint_loads_into_the_plain_model(name, tmp_path):
     run.train(2, 4)
 
     assert_same(run.model.state_dict(), plain.model.state_dict())
+    assert_same(run.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
 def _as_bytes(run: Run) -> bytes:
@@ -540,13 +541,7 @@ def test_ranks_may_write_the_same_file(tmp_path):
 def test_a_crash_at_any_point_leaves_a_whole_checkpoint(partial, tags, tmp_path):
     """The process ends at its first, second, third ... write until it gets through."""
     kind = "partial" if partial else "full"
-    done = subprocess.run(
-        [sys.executable, HERE / "crashes_while_saving.py", tmp_path, kind, tags],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = python(HERE / "crashes_while_saving.py", tmp_path, kind, tags, timeout_s=200)
 
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
@@ -554,13 +549,7 @@ def test_a_crash_at_any_point_leaves_a_whole_checkpoint(partial, tags, tmp_path)
 
 
 def test_two_jobs_do_not_save_into_one_folder_at_once(tmp_path):
-    done = subprocess.run(
-        [sys.executable, HERE / "two_jobs_save.py", tmp_path],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = python(HERE / "two_jobs_save.py", tmp_path)
 
     assert (done.returncode, done.stderr) == (0, "")
     refused, *rest = done.stdout.splitlines()
@@ -694,24 +683,17 @@ def test_a_file_that_was_cut_is_refused(saved, length):
         smp.load(saved, partial=False)
 
 
-def test_other_types_are_refused_with_what_to_do(tmp_path):
-    """Files load with weights_only: no code runs."""
+def test_other_types_are_refused_with_what_to_do(tmp_path, monkeypatch):
+    """Files load with weights_only: no code runs.  Of files that one trusts torch's switch
+    says so."""
     path = tmp_path / "file.pt"
     smp.save({"args": SimpleNamespace(lr=1)}, path, partial=False)
 
-    with pytest.raises(
-        smp.CheckpointError, match=r"file.pt holds a types.SimpleNamespace.*add_safe_globals"
-    ):
-        smp.load(path, partial=False)
+    said = r"file.pt holds a types.SimpleNamespace.*add_safe_globals"
+    for words in (said, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"):
+        with pytest.raises(smp.CheckpointError, match=words):
+            smp.load(path, partial=False)
     assert smp.load(path, partial=False, weights_only=False)["args"].lr == 1
-
-
-def test_torchs_switch_for_files_that_one_trusts_is_heard(tmp_path, monkeypatch):
-    path = tmp_path / "file.pt"
-    smp.save({"args": SimpleNamespace(lr=1)}, path, partial=False)
-
-    with pytest.raises(smp.CheckpointError, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"):
-        smp.load(path, partial=False)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     with pytest.warns(UserWarning, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
         assert smp.load(path, partial=False)["args"].lr == 1

@@ -91,21 +91,6 @@ def test_only_rank_0_gets_a_full_dict_that_is_gathered_to_it():
 
 
 @on_ranks(2)
-def test_state_of_an_optimizer_that_is_no_parameters_is_in_the_full_dict():
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-    run.optimizer.optimizer.state["calls"] = {"number": 3}
-
-    full = run.optimizer.state_dict()
-
-    assert full["state"]["calls"] == {"number": 3}
-    assert sorted(k for k in full["state"] if k != "calls") == list(
-        range(len(full["state"]) - 1)
-    )
-
-
-@on_ranks(2)
 def test_a_partial_dict_holds_what_the_rank_owns():
     init(2)
     run = Run("sgd")
@@ -154,26 +139,6 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, partial, when)
     assert_same(resumed.model.state_dict(), whole.model.state_dict())
     assert_same(resumed.optimizer.state_dict(), whole.optimizer.state_dict())
     assert_same(resumed.scheduler.state_dict(), whole.scheduler.state_dict())
-
-
-@on_ranks(2)
-@EVERY_OPTIMIZER
-def test_the_full_optimizer_state_continues_on_the_plain_model(name):
-    """Indices are those of the user's groups: it loads into the plain optimizer."""
-    init(2)
-    run, plain = Run(name), PlainRun(name)
-    run.train(0, 3)
-    plain.train(0, 3)
-    assert_same(run.optimizer.state_dict(), plain.optimizer.state_dict())
-
-    continued = PlainRun(name, seed=9)
-    continued.model.load_state_dict(run.model.state_dict())
-    continued.optimizer.load_state_dict(snapshot(run.optimizer.state_dict()))
-    continued.scheduler.load_state_dict(run.scheduler.state_dict())
-    continued.train(3, 5)
-    plain.train(3, 5)
-
-    assert_same(continued.model.state_dict(), plain.model.state_dict())
 
 
 @on_ranks(2)
