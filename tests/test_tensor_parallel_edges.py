@@ -304,8 +304,8 @@ def test_a_slice_of_the_vectors_is_of_a_table_that_is_cut_along_the_dimension():
 def of_ours(optimize: str) -> tuple[nn.Module, nn.Module]:
     in_float64(3)
     sizes = {**transformers_of_ours.LM, **transformers_of_ours.GPT}
-    net = smp.nn.DistributedTransformerLMHead(**sizes, optimize=optimize)
-    del sizes["embedding_dropout_prob"]
+    no_dropout = transformers_of_ours.NO_DROPOUT
+    net = smp.nn.DistributedTransformerLMHead(**sizes, **no_dropout, optimize=optimize)
     return net, plain_transformer.PlainLMHead(**sizes)
 
 
