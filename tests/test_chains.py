@@ -31,6 +31,7 @@ from smp import _core
 from smp.modules import placeholders
 from tests.models.modules import in_backward
 from tests.models.partition import distributed
+from tests.models.steps import model_outputs
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 from tests.test_remote_calls import WIDTH, Run, rows, train
@@ -299,12 +300,7 @@ def bits_of_blocks(
     mine = smp.dp_rank()
     model.module.is_odd = mine in odd
 
-    @smp.step
-    def step(model, x):
-        out = model(x)
-        model.backward(out.square().mean())
-        return out
-
+    step = smp.step(model_outputs)
     found = []
     for number in range(STEPS):
         model.module.number = number

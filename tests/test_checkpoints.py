@@ -25,6 +25,7 @@ from tests.models.trained import (
     init,
     make_model,
     snapshot,
+    trained,
 )
 from tests.ranks import call_on_ranks, on_ranks, python
 
@@ -47,9 +48,7 @@ def save(run: Run, path: Path, tag: str, partial: bool, **more) -> None:
 
 def saved_run(path: Path, name: str, partial: bool) -> Run:
     """One that has saved its first step as "a"."""
-    init(2)
-    run = Run(name)
-    run.train(0, 1)
+    run = trained(name)
     save(run, path, "a", partial)
     return run
 
@@ -75,9 +74,7 @@ def listed(path: Path) -> list[str]:
 @pytest.mark.sample(4)
 def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(partial, when, tmp_path):
     """Model, optimizer, scheduler, before the first step and after it."""
-    init(2)
-    whole = Run("adamw")
-    whole.train(0, 3)
+    whole = trained("adamw", 3)
     save(whole, tmp_path, "three", partial)
     whole.train(3, 6)
     want = snapshot(whole.model.state_dict())
@@ -213,9 +210,7 @@ def test_parts_that_are_put_together_keep_the_versions_of_modules(tmp_path):
 @KINDS
 def test_what_is_loaded_may_be_a_part(partial, tmp_path):
     """Without the optimizer's state, whatever it is; by other names, and not by all."""
-    init(2)
-    saved = Run("sgd")
-    saved.train(0, 1)
+    saved = trained("sgd")
     save(saved, tmp_path, "m", partial)
     run = Run("sgd", seed=9)
     run.evaluate()
@@ -334,9 +329,7 @@ def test_the_first_replica_writes_and_its_buffers_are_saved(partial, tmp_path, m
 
 @on_ranks(2)
 def test_the_oldest_partial_checkpoints_are_removed(tmp_path):
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
+    run = trained("sgd")
 
     for tag in ("c", "b", "a"):
         save(run, tmp_path, tag, partial=True, num_kept_partial_checkpoints=2)
@@ -439,9 +432,7 @@ def test_the_last_part_is_missed_too(tmp_path):
 @on_ranks(2)
 def test_a_full_checkpoint_lists_its_files(tmp_path):
     """What is listed and missing is an error; what an older one of that name had is no part."""
-    init(2)
-    run = Run("adamw")
-    run.train(0, 1)
+    run = trained("adamw")
 
     save(run, tmp_path, "a", partial=False)
     remove(tmp_path / "optimizer_a")

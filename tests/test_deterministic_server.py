@@ -18,6 +18,7 @@ from smp import _core
 from smp.tensor_parallel.backward import sequence
 from tests.models.modules import module_of
 from tests.models.partition import distributed
+from tests.models.steps import model_outputs
 from tests.ranks import SEEDS, on_ranks
 from tests.reference.compare import assert_close, gradients
 
@@ -106,11 +107,7 @@ def data_of(dp_rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn((ROWS + dp_rank) * MICROBATCHES, WIDTH, dtype=torch.float64)
 
 
-@smp.step
-def train(model, x):
-    y = model(x)
-    model.backward(y.square().mean())
-    return y
+train = smp.step(model_outputs)
 
 
 @smp.step

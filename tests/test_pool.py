@@ -16,6 +16,7 @@ from smp.partitioning.tracing import trace
 from smp.runtime import pool
 from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed
+from tests.models.steps import model_outputs
 from tests.ranks import on_ranks
 
 WIDTH = 1024
@@ -45,11 +46,7 @@ def wrapped() -> smp.DistributedModel:
     return distributed(net, {"": 0, "far": 1})
 
 
-@smp.step
-def train(model, x):
-    y = model(x)
-    model.backward(y.square().mean())
-    return y
+train = smp.step(model_outputs)
 
 
 def in_use_on_both() -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 import smp
 from smp.saving import saved_files
-from tests.models.trained import Run, init
+from tests.models.trained import Run, trained
 from tests.ranks import on_ranks, python
 from tests.test_checkpoints import KINDS, listed, save
 
@@ -28,9 +28,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 @contextmanager
 def nothing_is_left(path: Path, partial: bool) -> Iterator[Run]:
     """In the block a save fails: "old" stays as it was, and "new" can be saved after it."""
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
+    run = trained("sgd")
     save(run, path, "old", partial)
     smp.barrier()
     before = {name: (path / name).read_bytes() for name in listed(path)}

@@ -22,6 +22,7 @@ from tests.models.trained import (
     rank_of,
     snapshot,
     train_step,
+    trained,
 )
 from tests.ranks import on_ranks
 
@@ -182,9 +183,7 @@ def test_a_state_that_waited_for_the_partition_is_loaded_once():
 
 @on_ranks(2)
 def test_optimizer_state_is_kept_for_the_parameters_of_this_rank_alone():
-    init(2)
-    run = Run("adamw")
-    run.train(0, 1)
+    run = trained("adamw")
     local = {id(p) for p in run.model.local_parameters()}
     numbered = [p for group in run.optimizer.param_groups for p in group["params"]]
     mine = [number for number, p in enumerate(numbered) if id(p) in local]
@@ -199,9 +198,7 @@ def test_optimizer_state_is_kept_for_the_parameters_of_this_rank_alone():
 
 @on_ranks(2)
 def test_the_older_names_of_an_optimizers_state_do_the_same():
-    init(2)
-    run = Run("adamw")
-    run.train(0, 1)
+    run = trained("adamw")
     older = run.optimizer.save_optimizer_backcompat(gather_if_shard=False)
     assert_same(older, run.optimizer.local_state_dict())
 

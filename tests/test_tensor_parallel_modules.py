@@ -249,9 +249,7 @@ def test_linears_and_embeddings_by_themselves():
     )
     assert net.hidden.weight.size(1) == blocks.get_local_channels(10)
     job.run(3, max_norm=0.01)
-    whole = job.model.state_dict()
-    for name, value in job.plain.state_dict().items():
-        assert_near(whole[name], value, name)
+    job.check_state()
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from tests import test_distributed_transformer as transformer
 from tests import test_tensor_parallel_losses as losses
 from tests.models import families
 from tests.ranks import on_ranks
-from tests.reference.whole_job import Batch, Loss, WholeJob, assert_near
+from tests.reference.whole_job import Batch, Loss, WholeJob
 from tests.test_tensor_parallel import next_token_loss, small_gpt2, tokens
 from tests.test_tensor_parallel_microbatches import MICROBATCHES, begin, uneven
 
@@ -36,9 +36,7 @@ def fed(batch: Batch, same: bool) -> Batch:
 
 def check(net: nn.Module, loss: Loss, batch: Batch, same: bool, **options: Any) -> None:
     job = WholeJob(net, loss, fed(batch, same), **options).run(2, max_norm=0.1)
-    whole = job.model.state_dict()
-    for name, value in job.plain.state_dict().items():
-        assert_near(whole[name], value, name)
+    job.check_state()
 
 
 @SAMPLES
