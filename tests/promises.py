@@ -22,6 +22,9 @@ import torch
 from torch import nn
 
 import smp
+from tests.models.modules import in_backward
+from tests.models.partition import distributed
+from tests.models.steps import mean_square
 from tests.ranks import call_on_ranks, job
 
 WIDTH, MICROBATCHES = 16, 4
@@ -89,20 +92,6 @@ class CtrlC:
         assert self.heard.wait(HEARD_S)
 
 
-class Backward(torch.autograd.Function):
-    """Nothing but a call in its backward."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.call()
-        return gradient, None
-
-
 class Fault:
     """Happens once, after some passes.  No attribute of the module: a microbatch that changes
     one, after another has read it, is refused."""
@@ -127,18 +116,14 @@ class Faulty(nn.Linear):
         self.fault = Fault()
 
     def forward(self, x):
-        return Backward.apply(self._forward(x), lambda: self.fault("backward"))
+        return in_backward(self._forward(x), lambda _: self.fault("backward"))
 
     def _forward(self, x):
         self.fault("forward")
         return super().forward(x)
 
 
-@smp.step
-def train(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+train = smp.step(mean_square)
 
 
 def trouble_in_steps(rounds: int, how: str) -> list[Moment]:
@@ -150,9 +135,7 @@ def trouble_in_steps(rounds: int, how: str) -> list[Moment]:
         }
     )
     net = nn.Sequential(*(Faulty(WIDTH) for _ in range(2 * smp.size())))
-    for i, layer in enumerate(net):
-        smp.set_partition(layer, i % smp.size())
-    model = smp.DistributedModel(net)
+    model = distributed(net, [i % smp.size() for i in range(len(net))])
     x = torch.randn(2 * MICROBATCHES, WIDTH)
     train(model, x)
     draw = random.Random(0)
@@ -178,9 +161,7 @@ def deadlocks_in_steps(rounds: int) -> list[Moment]:
     turns = [(1, "forward"), (1, "backward"), (0, "forward"), (0, "backward")]
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": turns})
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    for rank, part in enumerate(net):
-        smp.set_partition(part, rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, 1])
     moments = []
     for _ in range(rounds):
         smp.barrier()

@@ -58,7 +58,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -275,6 +275,30 @@ def end_mpirun(process: subprocess.Popen) -> None:
             process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             continue
+
+
+def python(
+    *argv: str | Path,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 120,
+    before: Sequence[str] = (),
+) -> subprocess.CompletedProcess:
+    """A process of this Python, and of no job.
+
+    Args:
+        env: all of it; ``rank_environment()`` where none is given.
+        before: words of the command before Python's name.
+
+    Raises:
+        subprocess.TimeoutExpired: it was still running after ``timeout_s``.
+    """
+    return subprocess.run(
+        [*before, sys.executable, *map(str, argv)],
+        env=rank_environment() if env is None else env,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
 
 
 def torchrun(

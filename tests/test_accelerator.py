@@ -16,9 +16,11 @@ from smp.pytorch import accelerator as devices_of_torch
 from smp.pytorch import staging
 from tests import accelerator
 from tests.devices import DEVICES, SEVERAL, use
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
+from tests.models.partition import distributed
+from tests.models.steps import total
 from tests.ranks import on_ranks
-from tests.test_device_pool import WIDTH, Chain, distributed
+from tests.test_device_pool import WIDTH, chain_on
 from tests.test_device_pool import begin as begin_with_pool
 
 on_accelerators = pytest.mark.parametrize("device", DEVICES[1:])
@@ -66,7 +68,7 @@ def test_tensors_of_any_layout_arrive_as_they_were(device, way):
     root = Root().to(on)
     x = torch.randn(3, 4).to(on)
     want = root(x)
-    model = distributed(root, root.giver)
+    model = distributed(root, {"": 0, "giver": 1})
     got = {}
 
     @smp.step
@@ -101,10 +103,7 @@ def test_what_a_module_changes_in_place_comes_back(device):
         x.mul_(2)
         return self.linear(x)
 
-    chain = Chain()
-    chain.second = Doubles()
-    chain.to(on)
-    model = distributed(chain, chain.second)
+    model = chain_on(on, Doubles())
 
     @smp.step
     def step(model, x):
@@ -131,10 +130,7 @@ def test_tensors_arrive_on_the_device_of_the_ranks_own_parameters(device):
             seen.append(x.device)
             return super().forward(x)
 
-    chain = Chain()
-    chain.second = Looks(WIDTH, WIDTH)
-    chain.to(mine)
-    model = distributed(chain, chain.second)
+    model = chain_on(mine, Looks(WIDTH, WIDTH))
 
     @smp.step
     def step(model, x):
@@ -170,10 +166,7 @@ def test_workers_use_the_stream_and_device_of_the_steps_caller(device):
             seen.append(torch.accelerator.current_stream())
             return super().forward(x)
 
-    chain = Chain()
-    chain.second = Looks(WIDTH, WIDTH)
-    chain.to(on)
-    model = distributed(chain, chain.second)
+    model = chain_on(on, Looks(WIDTH, WIDTH))
 
     @smp.step
     def step(model, x):
@@ -208,28 +201,18 @@ def test_autograd_has_no_device_threads_in_a_step_and_the_users_setting_after_it
     on = begin(device)
     seen = []
 
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append((torch._C._is_multithreading_enabled(), _core.current() is not None))
-            return gradient
+    def look(gradient):
+        seen.append((torch._C._is_multithreading_enabled(), _core.current() is not None))
 
     class Second(nn.Linear):
         def forward(self, x):
-            return Looks.apply(super().forward(x))
+            return in_backward(super().forward(x), look)
 
-    chain = Chain()
-    chain.second = Second(WIDTH, WIDTH)
-    chain.to(on)
-    model = distributed(chain, chain.second)
+    model = chain_on(on, Second(WIDTH, WIDTH))
 
     @smp.step
     def step(model, x):
-        loss = Looks.apply(model(x)).sum()
+        loss = in_backward(model(x), look).sum()
         model.backward(loss)
         return loss
 
@@ -246,8 +229,7 @@ def test_autograd_has_no_device_threads_in_a_step_and_the_users_setting_after_it
 def test_random_numbers_of_the_device_follow_the_microbatch(device):
     """A microbatch has a stream of its own; the user's generators go on as after no step."""
     on = begin(device, pipeline=[(1, 0), (0, 0), (1, 1), (0, 1)])
-    chain = Chain().to(on)
-    model = distributed(chain, chain.second)
+    model = chain_on(on)
 
     def draw():
         return nn.functional.dropout(torch.ones(WIDTH, device=on), 0.5).cpu()
@@ -280,14 +262,9 @@ def test_random_numbers_of_the_device_follow_the_microbatch(device):
 def test_host_memory_goes_back_when_the_device_has_read_it(device):
     """Memory that a device still reads is held; nothing is held for longer."""
     on = begin(device)
-    chain = Chain().to(on)
-    model = distributed(chain, chain.second)
+    model = chain_on(on)
 
-    @smp.step
-    def step(model, x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
+    step = smp.step(total)
 
     for _ in range(3):
         step(model, torch.randn(64, WIDTH).to(on))

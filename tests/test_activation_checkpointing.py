@@ -15,8 +15,10 @@ from smp.compat.checkpoint_calls import checkpoint, checkpoint_sequential
 from tests.devices import DEVICES, use
 from tests.models.modules import module_of
 from tests.models.partition import distributed
+from tests.models.steps import mean_square
 from tests.models.trained import assert_same
 from tests.ranks import on_ranks
+from tests.reference.compare import gradients
 
 STRATEGIES = ["each", "contiguous", "group_2", "group_3"]
 
@@ -53,16 +55,12 @@ def train(set_up) -> tuple[dict, int]:
     model = distributed(stack, {"": 0})
     set_up(stack)
 
-    @smp.step
-    def step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    step = smp.step(mean_square)
 
     model.train()
     step(model, torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))
     counted = sum(m.runs for m in model.local_modules() if isinstance(m, Layer))
-    return {n: p.grad for n, p in model.local_named_parameters()}, counted
+    return gradients(model), counted
 
 
 def hooked(stack: Stack) -> None:

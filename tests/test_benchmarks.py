@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import TESTS, mpirun, rank_environment
+from tests.ranks import TESTS, mpirun, python
 
 pytestmark = pytest.mark.stress
 
@@ -70,12 +70,6 @@ def test_the_benchmark_of_orders_runs_short():
     ],
 )
 def test_benchmarks_of_one_process_run_short(argv, shows):
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / argv[0], *argv[1:]],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python(BENCHMARKS / argv[0], *argv[1:])
     assert done.returncode == 0, done.stderr
     assert shows in done.stdout

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 import smp
 from smp.data_parallel.buckets import MEGABYTE, Bucket, Memory, make_buckets
 from smp.data_parallel.group import Holders, Layout, Replicas, ReplicasDiffer
-from smp.slicing.slices import Slices, mark
+from smp.slicing.slices import Slices, mark, slices_of
 from tests.ranks import on_ranks
-from tests.test_data_parallel import BACKENDS, averaged, local_gradients
+from tests.test_data_parallel import BACKENDS, averaged, gradients
 
 
 class Odd(nn.Module):
@@ -63,7 +63,7 @@ def test_parameters_of_every_form_begin_alike_and_get_the_average(options, backe
         for rank, replica in enumerate(replicas):
             replica(inputs(rank + 2 * number)).backward()
         want = averaged(replicas)
-        for name, got in local_gradients(model).items():
+        for name, got in gradients(model).items():
             torch.testing.assert_close(got, want[name], rtol=1e-2, atol=1e-5, msg=name)
             for replica in replicas:
                 replica.get_parameter(name).grad = want[name].clone()
@@ -173,8 +173,10 @@ def test_a_layout_says_how_a_parameter_is_cut_and_of_which_whole():
 
 
 def test_buckets_of_uneven_slices_are_alike_on_all_tp_ranks():
-    """Ranks that have 4 and 3 of 7 rows put the same parameters into each."""
+    """Ranks that have 4 and 3 of 7 rows put the same parameters into each; also beside whole
+    ones, which other ranks have, too."""
     slices, holders, made = Slices.even(0, 7, 2), Holders(None, [0, 1]), []
+    everywhere = Holders(None, [0, 1, 2, 3])
     for part in range(2):
         rows = slices.local_size(part)
         module = nn.ParameterList(nn.Parameter(torch.zeros(rows, n)) for n in (2, 3, 5, 1, 8))
@@ -187,9 +189,19 @@ def test_buckets_of_uneven_slices_are_alike_on_all_tp_ranks():
             held.append([[p.shape[1] for p in bucket.parameters()] for bucket in buckets])
             assert [bucket.index() for bucket in buckets] == [*range(len(buckets))]
             assert [b.is_last() for b in buckets] == [False] * (len(buckets) - 1) + [True]
+        whole = [nn.Parameter(torch.zeros(3, 10 + n)) for n in range(len(module))]
+        both = nn.ParameterList(p for pair in zip(module, whole, strict=True) for p in pair)
+        for elements in range(3, 80):
+            buckets = make_buckets(
+                both,
+                [*both],
+                elements * 4 / MEGABYTE,
+                lambda p: holders if slices_of(p) else everywhere,
+            )
+            held.append([[p.shape[1] for p in bucket.parameters()] for bucket in buckets])
         made.append(held)
     assert made[0] == made[1] and made[0][0] == [[8], [1], [5], [3], [2]]
-    assert made[0][-1] == [[8, 1, 5, 3, 2]]
+    assert made[0][76] == [[8, 1, 5, 3, 2]]
 
 
 @on_ranks(4)

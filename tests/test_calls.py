@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import smp
 from smp import _core
 from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 WIDTH = 4
@@ -44,10 +45,7 @@ class Nested(nn.Module):
 def test_no_timing_changes_the_number_of_a_call(pipeline):
     os.environ["SMP_JITTER"] = str(7 + len(pipeline))
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": pipeline})
-    net = Nested()
-    for rank, module in ((0, net), (1, net.far), (0, net.far.home), (1, net.often)):
-        smp.set_partition(module, rank)
-    model = smp.DistributedModel(net)
+    model = distributed(Nested(), {"": 0, "far": 1, "far.home": 0, "often": 1})
 
     @smp.step
     def step(model, x):

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import smp
 from smp import _core
+from tests.models.partition import distributed
+from tests.models.steps import mean_square
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 
@@ -39,18 +41,10 @@ class Layer(nn.Module):
 def make(layer: type[nn.Module] = Layer, **config: Any) -> smp.DistributedModel:
     """A layer on each of two ranks."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **config})
-    net = nn.Sequential(layer(), layer())
-    for rank, part in enumerate(net):
-        for module in part.modules():
-            smp.set_partition(module, rank)
-    return smp.DistributedModel(net)
+    return distributed(nn.Sequential(layer(), layer()), [0, 1])
 
 
-@smp.step
-def train(model: smp.DistributedModel, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+train = smp.step(mean_square)
 
 
 @smp.step

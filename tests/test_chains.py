@@ -8,6 +8,7 @@ import copy
 import os
 import pickle
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ from transformers import (
 import smp
 from smp import _core
 from smp.modules import placeholders
+from tests.models.modules import in_backward
+from tests.models.partition import distributed
+from tests.models.steps import model_outputs
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 from tests.test_remote_calls import WIDTH, Run, rows, train
@@ -35,14 +39,13 @@ from tests.test_remote_calls import WIDTH, Run, rows, train
 STEPS = 4
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
+def on_others(net: nn.Module, owners: Sequence[int]) -> smp.DistributedModel:
+    """The model of ``net`` on pp_rank 0, whose blocks have these owners."""
+    return distributed(net, {"": 0} | {f"blocks.{i}": owner for i, owner in enumerate(owners)})
 
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("of a block")
+
+def raises(gradient):
+    raise ValueError("of a block")
 
 
 class Block(nn.Module):
@@ -58,7 +61,7 @@ class Block(nn.Module):
         if self.kind == "raises":
             raise ValueError("of a block")
         if self.kind == "raises in its backward":
-            x = Raises.apply(x)
+            x = in_backward(x, raises)
         if self.kind == "sets":
             self.scale = float(x.detach().sum())
         if self.kind == "counts":
@@ -291,20 +294,13 @@ def bits_of_blocks(
     torch.manual_seed(0)
     with smp.tensor_parallelism(enabled=split > 1):
         net = Blocks(way)
-    smp.set_partition(net, 0)
-    for i, block in enumerate(net.blocks):
-        smp.set_partition(block, 1 + i * (smp.pp_size() - 1) // len(net.blocks))
-    model = smp.DistributedModel(net)
+    count = len(net.blocks)
+    model = on_others(net, [1 + i * (smp.pp_size() - 1) // count for i in range(count)])
     block = model.module.blocks[at]
     mine = smp.dp_rank()
     model.module.is_odd = mine in odd
 
-    @smp.step
-    def step(model, x):
-        out = model(x)
-        model.backward(out.square().mean())
-        return out
-
+    step = smp.step(model_outputs)
     found = []
     for number in range(STEPS):
         model.module.number = number
@@ -393,10 +389,7 @@ def test_a_chain_is_one_request():
         smp.init({"pipeline_parallel_degree": 2, "microbatches": 4, "fast_mode": fast})
         torch.manual_seed(0)
         net = Blocks("plain")
-        for block in net.blocks:
-            smp.set_partition(block, 1)
-        smp.set_partition(net, 0)
-        model = smp.DistributedModel(net)
+        model = on_others(net, [1] * len(net.blocks))
 
         @smp.step
         def step(model, x):
@@ -443,10 +436,8 @@ def test_an_argument_of_the_root_goes_ahead_to_the_last_call_of_a_chain(nested, 
         torch.manual_seed(0)
         net = Labelled(nested)
         last = smp.pp_size() - 1
-        for at, block in enumerate((*net.blocks, net.head)):
-            smp.set_partition(block, 1 if at < 2 else last)
-        smp.set_partition(net, 0)
-        model = smp.DistributedModel(net)
+        owners = {"blocks.0": 1, "blocks.1": 1, "blocks.2": last, "head": last}
+        model = distributed(net, {"": 0, **owners})
 
         @smp.step
         def step(model, x, labels, number):
@@ -561,11 +552,7 @@ def started(owners: tuple[int, ...], fast: bool) -> smp.DistributedModel:
     ranks = 1 + max(owners)
     smp.init({"pipeline_parallel_degree": ranks, "microbatches": 3, "fast_mode": fast})
     torch.manual_seed(0)
-    net = Keeps()
-    smp.set_partition(net, 0)
-    for block, owner in zip(net.blocks, owners, strict=True):
-        smp.set_partition(block, owner)
-    return smp.DistributedModel(net)
+    return on_others(Keeps(), owners)
 
 
 @on_ranks(3)
@@ -698,10 +685,7 @@ def test_a_block_with_hooks_is_in_a_chain_with_the_bits_of_single_calls(name):
 def test_kept_outputs_leave_their_owners_when_their_microbatch_is_done():
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 4, "active_microbatches": 1})
     net = Keeps()
-    smp.set_partition(net, 0)
-    for i, block in enumerate(net.blocks):
-        smp.set_partition(block, 1 + i // 3)
-    model = smp.DistributedModel(net)
+    model = on_others(net, [1 + i // 3 for i in range(len(net.blocks))])
     alive: list[int] = []
     for block in (net.blocks[0], net.blocks[3]):  # pre-hooks run on the owner
         block.register_forward_pre_hook(

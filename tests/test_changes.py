@@ -12,7 +12,8 @@ from torch import nn
 import smp
 from smp.modules import travelling_changes
 from tests.models.modules import module_of
-from tests.models.partition import distributed
+from tests.models.partition import distributed, partition_by_path
+from tests.models.steps import mean_square
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, gradients
 
@@ -96,9 +97,7 @@ def an_attribute_by_the_parent(model, x):
 
 def an_attribute_by_the_step(model, x):
     model.module.b.deep.scale = float(x[0, 0])  # each microbatch its own
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+    return mean_square(model, x)
 
 
 def an_attribute_by_a_method(model, x):
@@ -166,18 +165,13 @@ def equals_a_plain_loop(step, net: nn.Module, rank_of: dict[str, int], **config)
     """Outputs, gradients, statistics and attributes, also in the steps after."""
     smp.init({"pipeline_parallel_degree": 3, **config})
     plain = Plain(copy.deepcopy(net), config["microbatches"])
-    for path, module in net.named_modules():
-        above = [rank for prefix, rank in rank_of.items() if f"{path}.".startswith(prefix)]
-        smp.set_partition(module, above[-1] if above else 0)
-    model = smp.DistributedModel(net)
+    model = distributed(net, partition_by_path(net, rank_of))
     for seed in range(3):
         x = torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.manual_seed(seed))
         got = smp.step(step)(model, x).outputs
         want = [step(plain, part).detach() for part in x.chunk(config["microbatches"])]
         assert_close(dict(enumerate(got)), dict(enumerate(want)), relative=1e-12)
-        mine = {name: p.grad for name, p in model.local_named_parameters()}
-        expected = {name: g for name, g in gradients(plain.module).items() if name in mine}
-        assert_close(mine, expected, relative=1e-12)
+        assert_close(gradients(model), gradients(plain.module), relative=1e-12)
         buffers = dict(plain.module.named_buffers())
         statistics = {name: buffers[name] for name, _ in model.local_named_buffers()}
         assert_close(dict(model.local_named_buffers()), statistics, relative=1e-12)
@@ -217,13 +211,7 @@ def test_each_microbatch_has_its_own_changes(step, pipeline):
 def test_parameters_are_not_frozen_under_a_call_that_waits():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Net()
-    model = distributed(
-        net,
-        {
-            path: int(path == "b" or path.startswith("b.linear"))
-            for path, _ in net.named_modules()
-        },
-    )
+    model = distributed(net, partition_by_path(net, {"b": 1, "b.deep": 0}))
 
     def step(model, x):
         model.module.b.linear.requires_grad_(False)
@@ -290,9 +278,7 @@ def test_what_a_parents_forward_freezes_on_another_rank_is_frozen_as_in_one_proc
         smp.step(squared)(model, x)
         for part in x.chunk(3):
             squared(Plain(plain, 3), part)
-        mine = {name: p.grad for name, p in model.local_named_parameters()}
-        expected = {name: g for name, g in gradients(plain).items() if name in mine}
-        assert_close(mine, expected, relative=1e-12)
+        assert_close(gradients(model), gradients(plain), relative=1e-12)
         for one, other in zip(net.parameters(), plain.parameters(), strict=True):
             assert one.requires_grad is other.requires_grad
             one.grad = other.grad = None
@@ -321,16 +307,12 @@ def test_what_microbatches_would_freeze_for_one_another_is_refused_by_name(kind,
 
 def a_module_in_a_step(model, x):
     model.module.b.deep.linear = nn.Linear(WIDTH, WIDTH)
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+    return mean_square(model, x)
 
 
 def a_parameter_in_a_step(model, x):
     model.module.b.deep.linear.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+    return mean_square(model, x)
 
 
 @on_ranks(2)
@@ -348,9 +330,7 @@ def test_a_module_of_another_rank_gets_no_module_in_a_step():
 def deletes(model, x):
     if model.module.b.deep.scale == FIRST:
         del model.module.b.deep.scale
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+    return mean_square(model, x)
 
 
 @on_ranks(2)
@@ -379,9 +359,7 @@ def test_a_new_attribute_on_a_third_ranks_module_is_gone_after_the_request():
     @smp.step
     def step(model, x):
         model.module.b.deep.note = "new"
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+        return mean_square(model, x)
 
     for _ in range(2):
         step(model, torch.randn(6, WIDTH, dtype=torch.float64))
@@ -395,13 +373,7 @@ def test_what_a_forward_leaves_there_is_the_last_microbatchs_until_the_script_se
     smp.init(config)
     net = Net()
     net.b.deep.norm = nn.Identity()  # which no microbatch has to wait for
-    model = distributed(
-        net,
-        {
-            path: 2 if "deep" in path else int(path.startswith("b"))
-            for path, _ in net.named_modules()
-        },
-    )
+    model = distributed(net, partition_by_path(net, {"b": 1, "b.deep": 2}))
 
     @smp.step
     def step(model, x):
@@ -430,9 +402,7 @@ def test_tensors_of_a_microbatch_are_not_for_the_next(nested):
     config = {"pipeline_parallel_degree": 2, "microbatches": 2, "active_microbatches": 1}
     smp.init({**config, "pipeline": "interleaved"})
     net = Net()
-    model = distributed(
-        net, {path: int(path.startswith("b")) for path, _ in net.named_modules()}
-    )
+    model = distributed(net, partition_by_path(net, {"b": 1}))
 
     @smp.step
     def step(model, x):
@@ -557,9 +527,7 @@ def test_what_was_set_on_a_model_that_is_gone_does_not_travel():
     gone = []
     for _ in range(3):
         net = nn.Sequential(nn.Linear(3, 3), SetsOnItsChild())
-        for path, rank in (("0", 0), ("1", 1), ("1.child", 0), ("1.last", 1)):
-            smp.set_partition(net.get_submodule(path), rank)
-        model = smp.DistributedModel(net)
+        model = distributed(net, {"0": 0, "1": 1, "1.child": 0, "1.last": 1})
         smp.step(lambda model, x: model(x).sum())(model, torch.ones(4, 3))
         gone.append(weakref.ref(net[1].child))
         del net, model

@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -26,8 +25,9 @@ from tests.models.trained import (
     init,
     make_model,
     snapshot,
+    trained,
 )
-from tests.ranks import call_on_ranks, on_ranks, rank_environment
+from tests.ranks import call_on_ranks, on_ranks, python
 
 HERE = Path(__file__).parent
 KINDS = pytest.mark.parametrize("partial", [True, False], ids=["partial", "full"])
@@ -48,9 +48,7 @@ def save(run: Run, path: Path, tag: str, partial: bool, **more) -> None:
 
 def saved_run(path: Path, name: str, partial: bool) -> Run:
     """One that has saved its first step as "a"."""
-    init(2)
-    run = Run(name)
-    run.train(0, 1)
+    run = trained(name)
     save(run, path, "a", partial)
     return run
 
@@ -76,9 +74,7 @@ def listed(path: Path) -> list[str]:
 @pytest.mark.sample(4)
 def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(partial, when, tmp_path):
     """Model, optimizer, scheduler, before the first step and after it."""
-    init(2)
-    whole = Run("adamw")
-    whole.train(0, 3)
+    whole = trained("adamw", 3)
     save(whole, tmp_path, "three", partial)
     whole.train(3, 6)
     want = snapshot(whole.model.state_dict())
@@ -121,7 +117,8 @@ def test_the_files_have_the_names_of_the_original(tmp_path):
 @on_ranks(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_full_checkpoint_loads_into_the_plain_model(name, tmp_path):
-    """By torch.load with weights_only, without this library; the optimizer, too."""
+    """By torch.load with weights_only, without this library; the optimizer, too, whose
+    indices are those of the user's groups."""
     init(2)
     run, plain = Run(name), PlainRun(name)
     run.train(0, 2)
@@ -133,6 +130,7 @@ def test_a_full_checkpoint_loads_into_the_plain_model(name, tmp_path):
     run.train(2, 4)
 
     assert_same(run.model.state_dict(), plain.model.state_dict())
+    assert_same(run.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
 def _as_bytes(run: Run) -> bytes:
@@ -212,9 +210,7 @@ def test_parts_that_are_put_together_keep_the_versions_of_modules(tmp_path):
 @KINDS
 def test_what_is_loaded_may_be_a_part(partial, tmp_path):
     """Without the optimizer's state, whatever it is; by other names, and not by all."""
-    init(2)
-    saved = Run("sgd")
-    saved.train(0, 1)
+    saved = trained("sgd")
     save(saved, tmp_path, "m", partial)
     run = Run("sgd", seed=9)
     run.evaluate()
@@ -333,9 +329,7 @@ def test_the_first_replica_writes_and_its_buffers_are_saved(partial, tmp_path, m
 
 @on_ranks(2)
 def test_the_oldest_partial_checkpoints_are_removed(tmp_path):
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
+    run = trained("sgd")
 
     for tag in ("c", "b", "a"):
         save(run, tmp_path, tag, partial=True, num_kept_partial_checkpoints=2)
@@ -438,9 +432,7 @@ def test_the_last_part_is_missed_too(tmp_path):
 @on_ranks(2)
 def test_a_full_checkpoint_lists_its_files(tmp_path):
     """What is listed and missing is an error; what an older one of that name had is no part."""
-    init(2)
-    run = Run("adamw")
-    run.train(0, 1)
+    run = trained("adamw")
 
     save(run, tmp_path, "a", partial=False)
     remove(tmp_path / "optimizer_a")
@@ -540,13 +532,7 @@ def test_ranks_may_write_the_same_file(tmp_path):
 def test_a_crash_at_any_point_leaves_a_whole_checkpoint(partial, tags, tmp_path):
     """The process ends at its first, second, third ... write until it gets through."""
     kind = "partial" if partial else "full"
-    done = subprocess.run(
-        [sys.executable, HERE / "crashes_while_saving.py", tmp_path, kind, tags],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = python(HERE / "crashes_while_saving.py", tmp_path, kind, tags, timeout_s=200)
 
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr
@@ -554,13 +540,7 @@ def test_a_crash_at_any_point_leaves_a_whole_checkpoint(partial, tags, tmp_path)
 
 
 def test_two_jobs_do_not_save_into_one_folder_at_once(tmp_path):
-    done = subprocess.run(
-        [sys.executable, HERE / "two_jobs_save.py", tmp_path],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = python(HERE / "two_jobs_save.py", tmp_path)
 
     assert (done.returncode, done.stderr) == (0, "")
     refused, *rest = done.stdout.splitlines()
@@ -694,24 +674,17 @@ def test_a_file_that_was_cut_is_refused(saved, length):
         smp.load(saved, partial=False)
 
 
-def test_other_types_are_refused_with_what_to_do(tmp_path):
-    """Files load with weights_only: no code runs."""
+def test_other_types_are_refused_with_what_to_do(tmp_path, monkeypatch):
+    """Files load with weights_only: no code runs.  Of files that one trusts torch's switch
+    says so."""
     path = tmp_path / "file.pt"
     smp.save({"args": SimpleNamespace(lr=1)}, path, partial=False)
 
-    with pytest.raises(
-        smp.CheckpointError, match=r"file.pt holds a types.SimpleNamespace.*add_safe_globals"
-    ):
-        smp.load(path, partial=False)
+    said = r"file.pt holds a types.SimpleNamespace.*add_safe_globals"
+    for words in (said, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"):
+        with pytest.raises(smp.CheckpointError, match=words):
+            smp.load(path, partial=False)
     assert smp.load(path, partial=False, weights_only=False)["args"].lr == 1
-
-
-def test_torchs_switch_for_files_that_one_trusts_is_heard(tmp_path, monkeypatch):
-    path = tmp_path / "file.pt"
-    smp.save({"args": SimpleNamespace(lr=1)}, path, partial=False)
-
-    with pytest.raises(smp.CheckpointError, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"):
-        smp.load(path, partial=False)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     with pytest.warns(UserWarning, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
         assert smp.load(path, partial=False)["args"].lr == 1

@@ -1,8 +1,6 @@
 """Spec: what a user of the backend smddp sees: how jobs start, and how they end."""
 
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch.distributed as dist
 
 from smp.job import bootstrap
 from tests.namespaces import without_mpi
-from tests.ranks import TESTS, mpirun, rank_environment, torchrun
+from tests.ranks import TESTS, mpirun, python, torchrun
 
 EXAMPLE = TESTS.parent / "examples" / "train_ddp.py"
 
@@ -167,13 +165,7 @@ for given in [{}, {"RANK": "0"}, {"SMP_COMM_TRANSPORTS": "tcp"}]:
         sys.exit()
     assert os.waitpid(child, 0)[1] == 0, given
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=without_mpi(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python("-c", script, env=without_mpi())
     assert done.returncode == 0, done.stderr
 
 
@@ -323,13 +315,7 @@ try:
 except dist.DistStoreError as error:
     print(error)
 """)
-    done = subprocess.run(
-        [sys.executable, path],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python(path)
     assert done.stdout.splitlines() == [
         "interrupted",
         "smp: ranks [1, 2] of 3 have not come within 0.1 s",

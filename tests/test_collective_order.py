@@ -14,7 +14,9 @@ from torch import nn
 import smp
 from smp import _core
 from smp.tensor_parallel.backward import order
+from tests.models.partition import distributed
 from tests.ranks import SEEDS, on_ranks
+from tests.reference.compare import assert_close, gradients
 
 WIDTH = 3
 MICROBATCHES = 4
@@ -78,12 +80,9 @@ def make() -> Net:
 
 
 def on_two_stages(net: Net) -> smp.DistributedModel:
-    smp.set_partition(net, 0)
-    smp.set_partition(net.near, 0)
-    for module in (net.far, net.quiet, net.again):
-        smp.set_partition(module, 1)
+    owners = {"": 0, "near": 0, "far": 1, "quiet": 1, "again": 1}
     # A bucket for each parameter: gradients are exchanged among the modules' collectives.
-    return smp.DistributedModel(net, bucket_cap_mb=1e-6)
+    return distributed(net, owners, bucket_cap_mb=1e-6)
 
 
 def data_of(tp_rank: int) -> torch.Tensor:
@@ -126,15 +125,11 @@ def check_against_one_process(model: smp.DistributedModel, steps: int) -> None:
     # Means: over the microbatches, and over the tp_ranks, whose parameters are whole.
     losses = torch.stack([loss_of(y, t) for t, y in enumerate(want)])
     losses.sum().div(MICROBATCHES * size).backward()
-    expected = dict(net.named_parameters())
     for _ in range(steps):
         model.zero_grad()
         got = train(model, xs[mine]).concat()
         torch.testing.assert_close(got, want[mine].detach(), rtol=1e-12, atol=1e-12)
-        for name, parameter in model.local_named_parameters():
-            torch.testing.assert_close(
-                parameter.grad, expected[name].grad, rtol=1e-10, atol=1e-10
-            )
+        assert_close(gradients(model), gradients(net), relative=1e-10)
 
 
 def begin(tp: int = 2, pp: int = 2, **config: Any) -> None:
@@ -287,29 +282,36 @@ def forward(model, x):
     return model(x)
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("tp_rank", [0, 1])
-@pytest.mark.parametrize(("left_out", "when"), [("far", 1), ("again", 3), ("near", 7)])
-@pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.sample(6)
-def test_a_call_that_one_rank_leaves_out_fails_the_step(backward, left_out, when, tp_rank):
-    begin()
+def error_of_a_call_left_out(
+    step: Any, left_out: str, when: int, tp_rank: int, **config: Any
+) -> str:
+    """What a step fails with in which one tp_rank leaves out a call; those after it work."""
+    begin(**config)
     net = moody()
     model = on_two_stages(net)
     check_against_one_process(model, 1)
     net.calls = dict.fromkeys(net.calls, 0)
     net.tp_rank, net.left_out, net.when = tp_rank, left_out, when
     with pytest.raises(RuntimeError, match=r"\[SMP_ERR_MISMATCH\]") as caught:
-        (train if backward else forward)(model, data_of(smp.tp_rank()))
-    said = str(caught.value)
-    phase, call = "\\w+" if backward else "forward", "0" if left_out == "again" else "[01]"
-    which = rf"module '{left_out}' \(microbatch [0-3], {phase}, call {call}, collective 0\)"
-    assert re.search(which, said), said
-    assert len(set(re.findall(r"rank \d \(tp_rank (\d), pp_rank \d\) has", said))) == 2, said
+        step(model, data_of(smp.tp_rank()))
     net.tp_rank = -1
     for name in net.calls:
         getattr(net, name).alone = False
     check_against_one_process(model, 2)
+    return str(caught.value)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("tp_rank", [0, 1])
+@pytest.mark.parametrize(("left_out", "when"), [("far", 1), ("again", 3), ("near", 7)])
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.sample(6)
+def test_a_call_that_one_rank_leaves_out_fails_the_step(backward, left_out, when, tp_rank):
+    said = error_of_a_call_left_out(train if backward else forward, left_out, when, tp_rank)
+    phase, call = "\\w+" if backward else "forward", "0" if left_out == "again" else "[01]"
+    which = rf"module '{left_out}' \(microbatch [0-3], {phase}, call {call}, collective 0\)"
+    assert re.search(which, said), said
+    assert len(set(re.findall(r"rank \d \(tp_rank (\d), pp_rank \d\) has", said))) == 2, said
 
 
 @on_ranks(4)
@@ -318,25 +320,13 @@ def test_a_call_that_one_rank_leaves_out_fails_the_step(backward, left_out, when
 def test_a_call_that_is_left_out_fails_the_step_in_the_order_of_all_that_runs(
     left_out, tp_rank
 ):
-    begin(deterministic_server=True)
-    net = moody()
-    model = on_two_stages(net)
-    check_against_one_process(model, 1)
-    net.calls = dict.fromkeys(net.calls, 0)
-    net.tp_rank, net.left_out, net.when = tp_rank, left_out, 3
-    with pytest.raises(RuntimeError, match=r"\[SMP_ERR_MISMATCH\]") as caught:
-        train(model, data_of(smp.tp_rank()))
-    said = str(caught.value)
+    said = error_of_a_call_left_out(train, left_out, 3, tp_rank, deterministic_server=True)
     assert f"module '{left_out}' (microbatch" in said
     assert re.search(
         r"rank \d \(dp_rank 0, pp_rank (\d)\): microbatch .*; "
         r"rank \d \(dp_rank 1, pp_rank \1\): microbatch",
         said,
     ), said
-    net.tp_rank = -1
-    for name in net.calls:
-        getattr(net, name).alone = False
-    check_against_one_process(model, 2)
 
 
 class Straying(Net):

@@ -69,14 +69,21 @@ def refused(call) -> str:
 # -------------------------------------------------------------------------- reductions
 
 
+def reductions_of(dtype: torch.dtype) -> list[str]:
+    names = ["SUM", "AVG"]
+    if dtype is torch.bool:
+        names.remove("AVG")
+    if not dtype.is_complex:
+        names += ["PRODUCT", "MIN", "MAX"]
+        names += [] if dtype.is_floating_point else ["BAND", "BOR", "BXOR"]
+    return names
+
+
 @on_ranks(*ON)
-@pytest.mark.parametrize("dtype", NUMBERS + EIGHTHS, ids=str)
+@pytest.mark.parametrize("dtype", NUMBERS + EIGHTHS + COPIED[1:4], ids=str)
 def test_all_reduce_is_the_tree_of_all_ranks(dtype, tmp_path):
-    names = ["SUM", "PRODUCT", "MIN", "MAX", "AVG"]
-    if not dtype.is_floating_point:
-        names += ["BAND", "BOR", "BXOR"]
     with job(tmp_path) as (rank, size):
-        for name in names:
+        for name in reductions_of(dtype):
             for shape in SHAPES:
                 terms = [drawn(r, shape, dtype) for r in range(size)]
                 tensor = terms[rank].clone()
@@ -84,22 +91,6 @@ def test_all_reduce_is_the_tree_of_all_ranks(dtype, tmp_path):
                 dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
 
                 assert same(tensor, reduced(name, terms)), (name, shape)
-
-
-@on_ranks(*ON)
-def test_bools_and_complex_numbers_are_reduced(tmp_path):
-    of_complex = ["SUM", "AVG"]
-    of_bool = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
-    names = {torch.bool: of_bool, torch.complex64: of_complex, torch.complex128: of_complex}
-    with job(tmp_path) as (rank, size):
-        for dtype in names:
-            for name in names[dtype]:
-                terms = [drawn(r, (7, 3), dtype) for r in range(size)]
-                tensor = terms[rank].clone()
-
-                dist.all_reduce(tensor, getattr(dist.ReduceOp, name))
-
-                assert same(tensor, reduced(name, terms)), (dtype, name)
 
 
 @on_ranks(*ON)
@@ -134,21 +125,10 @@ def test_a_premultiplied_sum_takes_each_rank_s_factor(dtype, tmp_path):
 
 
 @on_ranks(*ON)
-def test_reduce_fills_the_root_and_leaves_the_others(tmp_path):
-    with job(tmp_path) as (rank, size):
-        terms = [drawn(r, (9, 2), torch.float32) for r in range(size)]
-        for root in range(size):
-            tensor = terms[rank].clone()
-
-            dist.reduce(tensor, root, dist.ReduceOp.MAX)
-
-            assert same(tensor, reduced("MAX", terms) if rank == root else terms[rank])
-
-
-@on_ranks(*ON)
 @pytest.mark.parametrize("name", ["SUM", "MAX", "AVG", "PREMUL_SUM"])
 def test_a_reduction_is_followed_in_all_forms(name, tmp_path):
-    """All-reduces and reduce-scatters, of one tensor, of lists and coalesced."""
+    """All-reduces and reduce-scatters, of one tensor, of lists and coalesced; and reduces,
+    which leave all but the root."""
     with job(tmp_path) as (rank, size):
         terms = [drawn(r, (size * 6, 5), torch.float32) for r in range(size)]
         op = getattr(dist.ReduceOp, name)
@@ -180,9 +160,10 @@ def test_a_reduction_is_followed_in_all_forms(name, tmp_path):
         assert same(many[0], whole)
         assert same(many[1], whole)
 
-        at_root = terms[rank].clone()
-        dist.reduce(at_root, size - 1, op)
-        assert same(at_root, whole if rank == size - 1 else terms[rank])
+        for root in range(size):
+            at_root = terms[rank].clone()
+            dist.reduce(at_root, root, op)
+            assert same(at_root, whole if rank == root else terms[rank])
 
 
 @on_ranks(*ON)
@@ -789,7 +770,8 @@ def test_tensors_with_gaps_are_filled_where_they_are(tmp_path):
 
 
 @on_ranks(*ON)
-def test_tensors_that_require_grad_are_filled_outside_autograd(tmp_path):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tensors_that_require_grad_are_filled_outside_autograd(tmp_path, asynchronous):
     """Leaves, with gaps too, and what has a graph: the values change, and nothing else."""
 
     def gaps(r):
@@ -805,7 +787,8 @@ def test_tensors_that_require_grad_are_filled_outside_autograd(tmp_path):
             parameter = torch.nn.Parameter(term(rank))
             inner = leaf.mul(1)
             for tensor in (parameter, inner, leaf):
-                dist.broadcast(tensor, size - 1)
+                work = dist.broadcast(tensor, size - 1, async_op=asynchronous)
+                assert not asynchronous or work.wait()
                 assert same(tensor.detach(), terms[-1])
             assert leaf.is_leaf and parameter.is_leaf and leaf.requires_grad
             assert inner.grad_fn is not None and inner.requires_grad
@@ -814,7 +797,9 @@ def test_tensors_that_require_grad_are_filled_outside_autograd(tmp_path):
             assert parameter.grad.eq(1).all()
 
             listed = [torch.zeros(t.shape).requires_grad_() for t in terms]
-            dist.all_gather(listed, term(rank).requires_grad_())
+            own = term(rank).requires_grad_()
+            work = dist.all_gather(listed, own, async_op=asynchronous)
+            assert not asynchronous or work.wait()
             assert all(map(same, [t.detach() for t in listed], terms))
             assert all(t.is_leaf and t.requires_grad for t in listed)
 
@@ -1341,24 +1326,14 @@ def test_calls_that_differ_raise_on_both_sides_and_name_both(tmp_path):
 
 @on_ranks(2)
 def test_what_cannot_be_done_is_refused_before_anybody_waits(tmp_path):
-    with job(tmp_path) as (rank, size):
-        with pytest.raises(TypeError, match=r"all-reduce \(sum\) of torch.int16"):
-            dist.all_reduce(torch.ones(2, dtype=torch.int16))
-        with pytest.raises(ValueError, match="input of 3 and an output of 5"):
-            dist.all_gather_into_tensor(torch.empty(5), torch.empty(3))
-        with pytest.raises(ValueError, match="do not go together"):
-            dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [1, 2])
-        for x in (torch.ones(5), torch.ones(5, 2), torch.ones(5, dtype=torch.complex64)):
-            with pytest.raises(ValueError, match="axis of 5 is not cut evenly among 2 ranks"):
-                dist.all_to_all_single(x.clone(), x)
-
-
-@on_ranks(2)
-def test_arguments_that_make_no_sense_are_named(tmp_path):
+    """Beside what the core refuses (tests/test_core_collectives.py)."""
     with job(tmp_path) as (rank, size):
         x = torch.ones(4)
-        with pytest.raises(ValueError, match="all-to-all: size 1 is -1, which is negative"):
-            dist.all_to_all_single(x, x.clone(), [2, 2], [5, -1])
+        with pytest.raises(TypeError, match=r"all-reduce \(sum\) of torch.int16"):
+            dist.all_reduce(x.to(torch.int16))
+        for odd in (torch.ones(5), torch.ones(5, 2), torch.ones(5, dtype=torch.complex64)):
+            with pytest.raises(ValueError, match="axis of 5 is not cut evenly among 2 ranks"):
+                dist.all_to_all_single(odd.clone(), odd)
         with pytest.raises(ValueError, match="all-to-all: 3 sizes, one for each rank is"):
             dist.group.WORLD.all_to_all_single(x, x.clone(), [2, 2], [2, 1, 1])
         with pytest.raises(ValueError, match="all-reduce: an empty list"):
@@ -1389,22 +1364,6 @@ def test_inference_tensors_are_filled_by_whoever_completes(tmp_path):
         other.start()
         other.join()
         assert torch.stack(parts)[:, 0].tolist() == [0, 1]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_leaves_that_require_grad_are_filled_without_autograd(tmp_path, asynchronous):
-    """Tensors in which results are put in Python: of a list, and with gaps."""
-    with job(tmp_path) as (rank, size):
-        parts = [torch.zeros(3, requires_grad=True) for _ in range(size)]
-        work = dist.all_gather(parts, torch.full((3,), float(rank)), async_op=asynchronous)
-        assert not asynchronous or work.wait()
-        gaps = torch.full((2, 3), float(rank)).t().requires_grad_()
-        work = dist.broadcast(gaps, 1, async_op=asynchronous)
-        assert not asynchronous or work.wait()
-        assert torch.stack(parts)[:, 0].tolist() == [0, 1]
-        assert gaps.eq(1).all()
-        assert all(tensor.is_leaf for tensor in (*parts, gaps))
 
 
 @on_ranks(2)

@@ -10,13 +10,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import smp
+from tests.models.steps import mean_square, train_mean_square
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_close, assert_same_bits, gradients
 from tests.test_data_parallel import (
     averaged,
     batch_of,
-    local_gradients,
-    mean_loss,
     plain_model,
 )
 
@@ -55,7 +54,7 @@ def test_torchs_hooks_do_what_they_do_in_ddp(name):
         for net in (reference, model):
             net.zero_grad()
             net(x).square().mean().backward()
-        assert_close(local_gradients(model), gradients(reference.module), 1e-2)
+        assert_close(gradients(model), gradients(reference.module), 1e-2)
 
 
 def done(value: object) -> torch.futures.Future:
@@ -91,7 +90,7 @@ def test_a_bucket_shows_gradients_in_their_shapes_as_parts_of_its_buffer(as_view
         return done([bucket.buffer()])  # as the future of a collective has it
 
     model.register_comm_hook(None, hook)
-    smp.step(mean_loss)(model, batch_of(smp.rank()))
+    smp.step(mean_square)(model, batch_of(smp.rank()))
     (bucket,) = kept
     got = torch.cat([p.grad.reshape(-1) for p in bucket.parameters()])
     assert torch.equal(got, torch.arange(got.numel(), dtype=torch.float32))
@@ -116,24 +115,17 @@ def test_a_hook_hears_of_exchanges_alone_and_nobody_divides_what_it_returns(in_s
 
     model.register_comm_hook(smp.get_dp_process_group(), hook)
 
-    def train(number: int) -> None:
-        x = batch_of(smp.rank(), number)
-        if in_step:
-            smp.step(mean_loss)(model, x)
-        else:
-            model(x).square().mean().backward()
-
     with model.no_sync():
-        train(0)
+        train_mean_square(model, batch_of(smp.rank(), 0), in_step)
     assert calls == []
-    train(1)
+    train_mean_square(model, batch_of(smp.rank(), 1), in_step)
     assert calls == [0]
     replicas = [plain_model(), plain_model()]
     for rank, replica in enumerate(replicas):
         for number in range(2):
             replica(batch_of(rank, number)).square().mean().backward()
     want = {name: 2 * gradient for name, gradient in averaged(replicas).items()}
-    assert_same_bits(local_gradients(model), want)
+    assert_same_bits(gradients(model), want)
 
 
 @on_ranks(2)
@@ -144,11 +136,11 @@ def test_who_has_joined_calls_the_hook_with_zeros():
     with model.join(divide_by_initial_world_size=False):
         for number in range(1 + smp.rank()):
             model.zero_grad()
-            smp.step(mean_loss)(model, batch_of(smp.rank(), number))
+            smp.step(mean_square)(model, batch_of(smp.rank(), number))
     if smp.rank() == 1:
         alone = plain_model()
         alone(batch_of(1, 1)).square().mean().backward()
-        assert_same_bits(local_gradients(model), gradients(alone))
+        assert_same_bits(gradients(model), gradients(alone))
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
@@ -168,10 +160,10 @@ def test_a_future_that_ends_with_an_error_fails_the_step_and_the_next_one_works(
 
     model.register_comm_hook(smp.get_dp_process_group(), hook)
     with pytest.raises(LookupError, match="lost"):
-        smp.step(mean_loss)(model, batch_of(smp.rank()))
+        smp.step(mean_square)(model, batch_of(smp.rank()))
     model.zero_grad()
     fails[0] = False
-    smp.step(mean_loss)(model, batch_of(smp.rank(), 1))
+    smp.step(mean_square)(model, batch_of(smp.rank(), 1))
     assert all(p.grad is not None for p in model.parameters())
 
 

@@ -17,7 +17,7 @@ import pytest
 from smp.job import job_end
 from tests import endless
 from tests.namespaces import need, outputs, own, process_of, ranks_behind, without_mpi
-from tests.ranks import mpirun_command, rank_environment
+from tests.ranks import mpirun_command, python, rank_environment
 
 OWN_PIDS = ("--pid", "--fork", "--mount-proc")
 OWN_SHARED_MEMORY = "mount -t tmpfs tmpfs /dev/shm"
@@ -111,19 +111,11 @@ def test_a_job_with_few_descriptors_says_so_and_the_next_one_tidies_up(
     """Wherever it runs out of them, no rank waits for what cannot come any more."""
     job = f"{shlex.join(mpirun_command(2))} sh -c 'ulimit -n %d; exec $0 $1' $0 $1"
     both = f"{job % limit}; echo between; {job % 256}; ls -A /dev/shm"
-    done = subprocess.run(
-        [
-            *own("--mount", first=OWN_SHARED_MEMORY),
-            "sh",
-            "-c",
-            both,
-            sys.executable,
-            script(STARTS_WITH),
-        ],
+    done = python(
+        script(STARTS_WITH),
         env=rank_environment({"SMP_COMM_TRANSPORTS": transports}),
-        capture_output=True,
-        text=True,
-        timeout=300,
+        timeout_s=300,
+        before=[*own("--mount", first=OWN_SHARED_MEMORY), "sh", "-c", both],
     )
 
     first, second = done.stdout.split("between\n")
@@ -289,13 +281,7 @@ def test_of_many_addresses_the_one_that_leads_to_the_world_is_offered():
     need("ip")
     network = own("--net", first=MANY_ADDRESSES)
     program = "from smp import _core; print(*_core.addresses(None), sep=',')"
-    done = subprocess.run(
-        [*network, sys.executable, "-c", program],
-        env=without_mpi(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", program, env=without_mpi(), before=network)
     addresses = done.stdout.strip().split(",")
     assert len(addresses) == 16
     assert addresses[:3] == ["lo 10.9.0.20/24", "lo 127.0.0.1/8", "lo 10.9.0.1/24"]

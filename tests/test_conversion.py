@@ -8,6 +8,7 @@ import smp
 from smp.modules.conversion import give_data
 from tests.models.partition import distributed
 from tests.ranks import on_ranks
+from tests.reference.compare import gradients
 
 CONVERSIONS = {
     "half": lambda m: m.half(),
@@ -75,9 +76,7 @@ def test_a_conversion_is_that_of_the_plain_model(name, when):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     plain, net = Net(), Net()
     net.load_state_dict(plain.state_dict())
-    for far in (net.second[1], net.recurrent, net.own):
-        smp.set_partition(far, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"second.1": 1, "recurrent": 1, "own": 1})
     x = torch.randn(4, 3, 2, 2)
 
     @smp.step
@@ -92,7 +91,7 @@ def test_a_conversion_is_that_of_the_plain_model(name, when):
         for microbatch in x.split(2):
             (plain(microbatch).float().mean() / 2).backward()
         step(model, x)
-        mine = {n: p.grad for n, p in model.local_named_parameters()}
+        mine = gradients(model)
         for name, parameter in plain.named_parameters():
             assert name not in mine or torch.equal(mine[name], parameter.grad), name
 

@@ -162,9 +162,7 @@ def items_of(given: object) -> object:
 def test_what_a_far_module_does_to_its_arguments_is_done_here(graph):
     smp.init({"pipeline_parallel_degree": 2})
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Changer())
-    for module, rank in ((net, 0), (net[0], 0), (net[1], 1)):
-        smp.set_partition(module, rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, 1])
     given: list = []
 
     @smp.step
@@ -232,9 +230,7 @@ class Far(nn.Module):
 def test_a_caller_can_catch_errors_of_a_far_module_and_not_what_ends_a_program(error):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Far())
-    for module, rank in ((net, 0), (net[0], 0), (net[1], 1)):
-        smp.set_partition(module, rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, 1])
     caught = []
 
     @smp.step
@@ -267,9 +263,7 @@ def test_a_result_that_cannot_travel_fails_that_step_on_every_rank():
     smp.init({"pipeline_parallel_degree": 2})
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Far())
     plain = copy.deepcopy(net)
-    for module, rank in ((net, 0), (net[0], 0), (net[1], 1)):
-        smp.set_partition(module, rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, 1])
 
     @smp.step
     def step(model: nn.Module, x: Tensor, travels: bool) -> object:
@@ -304,9 +298,7 @@ def test_a_far_module_that_raises_without_gradients_has_them_in_its_next_call(pi
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": pipeline})
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refusing())
     plain = copy.deepcopy(net)
-    for module, rank in ((net, 0), (net[0], 0), (net[1], 1)):
-        smp.set_partition(module, rank)
-    model = smp.DistributedModel(net, average_grads_across_microbatches=False)
+    model = distributed(net, [0, 1], average_grads_across_microbatches=False)
 
     def compute(module: nn.Module, x: Tensor) -> Tensor:
         y = module[0](x)

@@ -9,7 +9,9 @@ from torch import nn
 import smp
 from smp.modules.delayed_init import is_delayed, materialize, value_of
 from smp.tensor_parallel.splits import marking
+from tests.models.partition import distributed
 from tests.models.real import REAL
+from tests.models.steps import mean_square
 from tests.models.trained import assert_same, batch_of, init, make_model, rank_of, train_step
 from tests.ranks import call_on_ranks, on_ranks
 
@@ -163,10 +165,8 @@ def test_each_rank_makes_its_own_parameters_alone():
         torch.manual_seed(5)
         with smp.delay_param_initialization(enabled=delayed):
             module = type(make_model(pin=False))()
-        for path, part in module.named_modules():
-            smp.set_partition(part, rank_of(2)[path])
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        model = smp.DistributedModel(module)
+        model = distributed(module, rank_of(2))
         step = smp.step(train_step)
         for number in range(2):
             optimizer.zero_grad()
@@ -305,11 +305,7 @@ def check_conversion(degree, wrapped):
     model = model if wrapped else smp.DistributedModel(net)
     assert not net.last.bias.requires_grad
 
-    @smp.step
-    def train(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    train = smp.step(mean_square)
 
     x = torch.randn(4, 6, dtype=torch.float64)
     loss = train(model, x).reduce_mean()

@@ -18,7 +18,9 @@ from smp import _core
 from smp.tensor_parallel.backward import sequence
 from tests.models.modules import module_of
 from tests.models.partition import distributed
+from tests.models.steps import model_outputs
 from tests.ranks import SEEDS, on_ranks
+from tests.reference.compare import assert_close, gradients
 
 WIDTH = 3
 MICROBATCHES = 4
@@ -94,12 +96,9 @@ def make(kind: type[Net] = Net) -> Any:
 
 
 def on_two_stages(net: Net) -> smp.DistributedModel:
-    smp.set_partition(net, 0)
-    smp.set_partition(net.near, 0)
-    for module in (net.far, net.quiet, net.again):
-        smp.set_partition(module, 1)
+    owners = {"": 0, "near": 0, "far": 1, "quiet": 1, "again": 1}
     # A bucket for each parameter: none goes among the modules' collectives.
-    return smp.DistributedModel(net, bucket_cap_mb=1e-6, broadcast_buffers=False)
+    return distributed(net, owners, bucket_cap_mb=1e-6, broadcast_buffers=False)
 
 
 def data_of(dp_rank: int, step: int = 0) -> torch.Tensor:
@@ -108,11 +107,7 @@ def data_of(dp_rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn((ROWS + dp_rank) * MICROBATCHES, WIDTH, dtype=torch.float64)
 
 
-@smp.step
-def train(model, x):
-    y = model(x)
-    model.backward(y.square().mean())
-    return y
+train = smp.step(model_outputs)
 
 
 @smp.step
@@ -153,14 +148,9 @@ def check_step(model: smp.DistributedModel, reference: Reference, step: int) -> 
 
 
 def check_state(model: smp.DistributedModel, reference: Reference) -> None:
-    parameters = dict(reference.net.named_parameters())
-    for name, parameter in model.local_named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, parameters[name].grad, rtol=1e-10, atol=1e-10
-        )
+    assert_close(gradients(model), gradients(reference.net), relative=1e-10)
     buffers = dict(reference.net.named_buffers())
-    for name, buffer in model.local_named_buffers():
-        torch.testing.assert_close(buffer, buffers[name], rtol=1e-10, atol=1e-10)
+    assert_close(dict(model.local_named_buffers()), buffers, relative=1e-10)
 
 
 def begin(**config: Any) -> None:

@@ -19,6 +19,7 @@ from smp import _core
 from tests import accelerator
 from tests.devices import DEVICES, use
 from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 WIDTH = 64
@@ -40,11 +41,12 @@ def Chain(self, x):
     return self.second(torch.tanh(self.first(x)))
 
 
-def distributed(module: nn.Module, second: nn.Module) -> smp.DistributedModel:
-    """``second`` on pp_rank 1, all else on 0."""
-    smp.set_partition(module, 0)
-    smp.set_partition(second, 1)
-    return smp.DistributedModel(module)
+def chain_on(device: torch.device, second: nn.Module | None = None) -> smp.DistributedModel:
+    """The model of a chain there; ``second`` takes the place of its own second part."""
+    chain = Chain()
+    if second is not None:
+        chain.second = second
+    return distributed(chain.to(device), {"": 0, "second": 1})
 
 
 @smp.step
@@ -58,8 +60,7 @@ def train(device: str, steps: int, **config) -> list[torch.Tensor]:
     """Losses and then parameters of this rank, on the host."""
     on = begin(device, **config)
     torch.manual_seed(3)
-    chain = Chain().to(on)
-    model = distributed(chain, chain.second)
+    model = chain_on(on)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     inputs = [torch.randn(BATCH, WIDTH) for _ in range(steps)]
     got = []
@@ -120,10 +121,7 @@ def Keeps(self, x):
 def test_neither_side_sees_what_the_other_writes(device):
     """Zero copy never aliases."""
     on = begin(device, microbatches=1)
-    chain = Chain()
-    chain.second = Keeps()
-    chain.to(on)
-    model = distributed(chain, chain.second)
+    model = chain_on(on, Keeps())
 
     @smp.step
     def step(model, x):
@@ -150,8 +148,7 @@ def test_a_failure_of_the_driver_is_raised_and_the_next_step_works(device):
     """Never a wrong tensor: what cannot be read is an error in the driver's words."""
     on = begin(device)
     torch.manual_seed(3)
-    chain = Chain().to(on)
-    model = distributed(chain, chain.second)
+    model = chain_on(on)
     x = torch.randn(BATCH, WIDTH)
     want = train_step(model, x.to(on)).stack().cpu()
     train_step(model, x.to(on))

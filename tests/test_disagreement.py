@@ -14,6 +14,7 @@ from smp.execution.first_step import PartitionMismatch
 from smp.job.collective_calls import CallMismatch
 from smp.partitioning.partition import Partition
 from tests.models.modules import module_of
+from tests.models.steps import total
 from tests.ranks import on_ranks
 
 WIDTH = 4
@@ -28,12 +29,6 @@ WIDTH = 4
 )
 def Net(self, x: torch.Tensor) -> torch.Tensor:
     return self.norm(self.second(self.first(x)))
-
-
-def train(model, x):
-    loss = model(x).sum()
-    model.backward(loss)
-    return loss
 
 
 class Other(nn.Linear):
@@ -108,7 +103,7 @@ def test_a_rank_with_another_model_is_named_on_every_rank(change):
 
     told = f"rank 0 has .*{first}.*; rank 1 has .*{other}"
     with pytest.raises(PartitionMismatch, match=told):
-        smp.step(train)(model, torch.randn(2, WIDTH))
+        smp.step(total)(model, torch.randn(2, WIDTH))
 
 
 @on_ranks(2)
@@ -118,7 +113,7 @@ def test_a_rank_with_one_model_more_is_named():
     more = smp.DistributedModel(Net()) if smp.rank() == 1 else None
 
     with pytest.raises(PartitionMismatch, match="rank 0 has 1 models .*; rank 1 has 2 models"):
-        smp.step(train)(model, torch.randn(2, WIDTH))
+        smp.step(total)(model, torch.randn(2, WIDTH))
     assert more is None or not more.partitioned
 
 
@@ -139,7 +134,7 @@ def test_a_rank_that_would_apply_another_partition_is_named():
         with pytest.raises(
             PartitionMismatch, match=r"rank 0 has module 'second' .* on pp_rank (\d).*; rank 1"
         ):
-            smp.step(train)(smp.DistributedModel(Net()), torch.randn(2, WIDTH))
+            smp.step(total)(smp.DistributedModel(Net()), torch.randn(2, WIDTH))
     finally:
         Partition.from_bytes = read
 
@@ -149,12 +144,12 @@ def test_a_rank_that_would_apply_another_partition_is_named():
 
 def trained_model() -> smp.DistributedModel:
     model = smp.DistributedModel(Net())
-    smp.step(train)(model, torch.randn(2, WIDTH))
+    smp.step(total)(model, torch.randn(2, WIDTH))
     return model
 
 
 def first_step(model, path):
-    smp.step(train)(smp.DistributedModel(Net()), torch.randn(2, WIDTH))
+    smp.step(total)(smp.DistributedModel(Net()), torch.randn(2, WIDTH))
 
 
 CALLS = {

@@ -4,8 +4,6 @@ import contextlib
 import io
 import itertools
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +14,7 @@ from torch import nn
 import smp
 from smp.job import config
 from tests.prose import PYTHON, RATE, C, comments, page_of, prose, remarks
-from tests.ranks import mpirun, on_ranks, rank_environment
+from tests.ranks import mpirun, on_ranks, python
 from tests.reference.whole_job import WholeJob, split_over_all_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -436,9 +434,7 @@ def test_the_cells_of_the_notebook_page_run_one_after_the_other(tmp_path):
     path = tmp_path / "notebook.py"
     path.write_text(f"CELLS = {python_blocks('docs/notebooks.md')!r}\n{NOTEBOOK}")
 
-    done = subprocess.run(
-        [sys.executable, path], env=rank_environment(), capture_output=True, text=True
-    )
+    done = python(path, timeout_s=600)
 
     # A machine that is busy is told how far the tracing has come.
     said = [line for line in done.stderr.splitlines() if not line.startswith("smp: trac")]

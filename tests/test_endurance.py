@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import smp
 from tests import heap
+from tests.models.partition import distributed
+from tests.models.steps import mean_square
 from tests.ranks import on_ranks
 from tests.test_collectives import job
 
@@ -43,16 +45,10 @@ class Part(nn.Linear):
 def make(**config) -> smp.DistributedModel:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, **config})
     net = nn.Sequential(Part(16, 16), Part(16, 16), nn.BatchNorm1d(16))
-    for i, part in enumerate(net):
-        smp.set_partition(part, i % 2)
-    return smp.DistributedModel(net)
+    return distributed(net, [0, 1, 0])
 
 
-@smp.step
-def train(model, x):
-    loss = model(x).pow(2).mean()
-    model.backward(loss)
-    return loss
+train = smp.step(mean_square)
 
 
 @smp.step

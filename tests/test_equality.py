@@ -19,6 +19,7 @@ import smp
 from smp import _core
 from tests import accelerator
 from tests.devices import DEVICES, use
+from tests.models.partition import distributed
 from tests.models.random_tree import ALL, ORDERED, describe, make_tree, random_partition
 from tests.ranks import SEEDS, on_ranks
 from tests.reference.compare import assert_same_bits, assert_same_outputs, gradients
@@ -73,9 +74,7 @@ def check_tree(seed: int, schedule: str, microbatches: int, device: torch.device
     rank_of = random_partition(tree.model, smp.pp_size(), seed)
     tree.model.to(device)
     reference = copy.deepcopy(tree.model)
-    for path, module in tree.model.named_modules():
-        smp.set_partition(module, rank_of[path])
-    model = smp.DistributedModel(tree.model)
+    model = distributed(tree.model, rank_of)
     step = smp.step(tree.step)
     generator = torch.Generator().manual_seed(seed)
     for number in range(STEPS):
@@ -96,8 +95,7 @@ def check_tree(seed: int, schedule: str, microbatches: int, device: torch.device
             microbatches=microbatches,
         )
         try:
-            mine = {name: p.grad for name, p in model.local_named_parameters()}
-            assert_same_bits(mine, gradients(reference))
+            assert_same_bits(gradients(model), gradients(reference))
             buffers = dict(reference.named_buffers())
             assert_same_bits(dict(model.local_named_buffers()), buffers)
             count = min(rows, microbatches)

@@ -15,6 +15,7 @@ from smp.execution import first_step
 from smp.pytorch import pickling, staging
 from smp.runtime import failures
 from smp.tensor_parallel.backward.step_end import PeerFailed
+from tests.models.modules import in_backward
 from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
@@ -24,19 +25,6 @@ NO_MEMORY = [
     torch.OutOfMemoryError("no memory"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"),
 ]
-
-
-class FailsInBackward(torch.autograd.Function):
-    """The identity; its backward raises what its layer holds."""
-
-    @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer = layer
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ctx.layer.error
 
 
 class Layer(nn.Module):
@@ -52,10 +40,11 @@ class Layer(nn.Module):
 
     def forward(self, x):
         if self.error is not None and not smp.is_tracing():
-            if self.phase == "forward":
-                raise self.error
-            x = FailsInBackward.apply(x, self)
+            x = self.fail(x) if self.phase == "forward" else in_backward(x, self.fail)
         return x * self.weight.mean()
+
+    def fail(self, _):
+        raise self.error
 
 
 def make(**config: Any) -> smp.DistributedModel:

@@ -81,12 +81,6 @@ def Net(self, x):
 RANK_OF = {"": 0, "a": 0, "b": 1, "norm": 1}
 
 
-def pinned(net: nn.Module, rank_of: dict[str, int]) -> nn.Module:
-    for path, module in net.named_modules():
-        smp.set_partition(module, rank_of[path])
-    return net
-
-
 def make(pipeline: str = "interleaved") -> tuple[Net, smp.DistributedModel]:
     """The reference and the model, on two ranks."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": pipeline})
@@ -96,7 +90,7 @@ def make(pipeline: str = "interleaved") -> tuple[Net, smp.DistributedModel]:
 
 
 def make_model(net: nn.Module | None = None) -> smp.DistributedModel:
-    return smp.DistributedModel(pinned(net or Net(), RANK_OF))
+    return distributed(net or Net(), RANK_OF)
 
 
 def train(model, x):
@@ -137,21 +131,14 @@ def test_an_exception_is_raised_on_every_rank_and_the_next_step_works(where, pha
     assert_same_bits(dict(model.local_named_buffers()), before)
     assert torch.equal(torch.random.get_rng_state(), generator)
 
-    step(model, x)
-    cut_loop(train, reference, (x,), rank_of=RANK_OF, ranks=2, microbatches=3)
-    assert_same_bits(
-        {n: p.grad for n, p in model.local_named_parameters()}, gradients(reference)
-    )
-    assert_same_bits(dict(model.local_named_buffers()), dict(reference.named_buffers()))
+    equals_a_run_that_never_failed(model, reference, x)
 
 
 def equals_a_run_that_never_failed(model, reference, x) -> None:
     """One step of both: gradients and buffers have the same bits."""
     smp.step(train)(model, x)
     cut_loop(train, reference, (x,), rank_of=RANK_OF, ranks=2, microbatches=3)
-    assert_same_bits(
-        {n: p.grad for n, p in model.local_named_parameters()}, gradients(reference)
-    )
+    assert_same_bits(gradients(model), gradients(reference))
     assert_same_bits(dict(model.local_named_buffers()), dict(reference.named_buffers()))
 
 
@@ -424,7 +411,7 @@ def test_a_gradient_that_cannot_be_added_up_fails_the_step(stepped):
     microbatch ended."""
     turns = [(0, 0), (1, 0), (2, 0), (1, 1), (0, 1), (2, 1)]
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 3, "pipeline": turns})
-    model = smp.DistributedModel(pinned(Net(), RANK_OF))
+    model = distributed(Net(), RANK_OF)
     step = smp.step(stepped)
     x = torch.arange(3.0).repeat_interleave(2).unsqueeze(1).expand(6, 8)
     step(model, x)
@@ -479,9 +466,7 @@ def test_an_exception_that_pickle_cannot_carry_is_still_of_its_class(case):
     """Its caller's except clause catches it, as in one process."""
     raised, kind, is_itself, check = TRAVELS[case]
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    net = pinned(Net(), RANK_OF)
-    b = next(module for path, module in net.named_modules() if RANK_OF[path] == 1)
-    model = smp.DistributedModel(net)
+    model = distributed(Net(), RANK_OF)
     caught = []
 
     def fails(module, args):
@@ -498,7 +483,7 @@ def test_an_exception_that_pickle_cannot_carry_is_still_of_its_class(case):
 
     smp.step(step)(model, torch.randn(6, 8))
     assert not caught
-    b.register_forward_pre_hook(fails)
+    model.module.b.register_forward_pre_hook(fails)
     smp.step(step)(model, torch.randn(6, 8))
     assert len(caught) == (2 if smp.pp_rank() == 0 else 0)
     for error in caught:
@@ -532,9 +517,7 @@ class FailsAtFirst:
 def test_a_rank_that_cannot_be_told_of_a_failure_does_not_keep_it_from_the_others():
     """The failure reaches pp_rank 2, though not 1; what went wrong is raised."""
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 3})
-    net = Three()
-    pinned(net, {"": 0, "parts": 0, "parts.0": 0, "parts.1": 1, "parts.2": 2})
-    model = smp.DistributedModel(net)
+    model = distributed(Three(), {"": 0, "parts.1": 1, "parts.2": 2})
     step = smp.step(train)
     step(model, torch.randn(6, 8))
     if smp.pp_rank() == 0:
@@ -629,16 +612,6 @@ def test_a_rank_that_is_busy_when_another_fails_and_leaves_hears_why():
 
 
 @on_ranks(2)
-def test_the_model_called_outside_a_step_says_so():
-    _, model = make()
-    with pytest.raises(RuntimeError, match="outside a step.*@smp.step"):
-        model(torch.randn(6, 8))
-    smp.step(train)(model, torch.randn(6, 8))
-    with pytest.raises(RuntimeError, match="outside a step.*@smp.step"):
-        model(torch.randn(6, 8))
-
-
-@on_ranks(2)
 def test_a_module_of_another_rank_called_outside_a_step_or_without_its_model_says_so():
     _, model = make()
     step, x = smp.step(train), torch.randn(6, 8)
@@ -664,40 +637,24 @@ def test_backward_outside_a_step_says_so():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("how", ["loss.backward", "autograd.grad"])
-def test_a_backward_past_model_backward_says_so(how):
-    """``loss.backward()`` and ``autograd.grad`` through a remote call are refused."""
+def test_a_backward_past_model_backward_says_so(how, first):
+    """... in the traced run by its name, and then by the module that it comes to."""
     _, model = make()
-    smp.step(train)(model, torch.randn(6, 8))
-
-    def wrong(model, x):
-        x.requires_grad_()
-        loss = model(x).sum()
-        if how == "loss.backward":
-            loss.backward()
-        else:
-            torch.autograd.grad(loss, x)
-
-    with pytest.raises(
-        RuntimeError, match="use model.backward .*: module 'norm' runs on pp_rank 1"
-    ):
-        smp.step(wrong)(model, torch.randn(6, 8))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("how", ["loss.backward", "autograd.grad"])
-def test_another_backward_in_the_first_step_says_so(how):
-    _, model = make()
+    said = {
+        "loss.backward": "write model.backward\\(loss\\), not loss.backward",
+        "autograd.grad": "torch.autograd.grad was called .* come from model.backward",
+    }[how]
+    if not first:
+        smp.step(train)(model, torch.randn(6, 8))
+        said = "use model.backward .*: module 'norm' runs on pp_rank 1"
 
     def wrong(model, x):
         loss = model(x.requires_grad_()).sum()
         loss.backward() if how == "loss.backward" else torch.autograd.grad(loss, x)
 
-    said = {
-        "loss.backward": "write model.backward\\(loss\\), not loss.backward",
-        "autograd.grad": "torch.autograd.grad was called .* come from model.backward",
-    }
-    with pytest.raises(RuntimeError, match=said[how]):
+    with pytest.raises(RuntimeError, match=said):
         smp.step(wrong)(model, torch.randn(6, 8))
 
 
@@ -800,7 +757,7 @@ def Hands(self, x, how):
 def test_a_change_that_cannot_travel_back_says_so():
     """Slots, deques: what only pickle describes must not be changed by the callee."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
-    model = smp.DistributedModel(pinned(Hands(), {"": 0, "far": 1}))
+    model = distributed(Hands(), {"": 0, "far": 1})
     step = smp.step(lambda model, x, how: model(x, how))
     x = torch.zeros(2)
     step(model, x, "nothing")
@@ -832,8 +789,7 @@ def CallsTwice(self, x):
 def test_a_graph_that_a_module_keeps_between_calls_says_so():
     """The gradient of the first call's argument would be lost without a word."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
-    net = pinned(CallsTwice(), {"": 0, "first": 0, "far": 1, "far.linear": 1})
-    model = smp.DistributedModel(net)
+    model = distributed(CallsTwice(), {"": 0, "first": 0, "far": 1, "far.linear": 1})
     told = "'far' on pp_rank 1 was called twice .* tensor with grad that the first one kept"
     with pytest.raises(RuntimeError, match=told):
         smp.step(train)(model, torch.randn(2, 4))
@@ -869,9 +825,7 @@ def test_a_graph_that_outlives_its_session_is_dropped_without_a_word():
 
     smp.step(drops)(model, x)
     cut_loop(train, reference, (x,), rank_of=RANK_OF, ranks=2, microbatches=3)
-    assert_same_bits(
-        {n: p.grad for n, p in model.local_named_parameters()}, gradients(reference)
-    )
+    assert_same_bits(gradients(model), gradients(reference))
 
 
 @on_ranks(2)
@@ -977,7 +931,7 @@ def test_what_a_remote_module_raises_its_caller_can_catch(where, pipeline):
     for path, _ in net.named_modules():
         above = path.rpartition(".")[0]
         rank_of[path] = where.get(path, rank_of[above] if path else 0)
-    model = smp.DistributedModel(pinned(net, rank_of))
+    model = distributed(net, rank_of)
     x = torch.randn(6, 8)
 
     step = smp.step(train)
@@ -985,10 +939,7 @@ def test_what_a_remote_module_raises_its_caller_can_catch(where, pipeline):
         output = step(model, x)
         want = cut_loop(train, plain, (x,), rank_of=rank_of, ranks=2, microbatches=3)
         assert_same_bits(dict(enumerate(output)), dict(enumerate(want.tensors())))
-    assert_same_bits(
-        {n: p.grad for n, p in model.local_named_parameters()},
-        {n: gradients(plain)[n] for n, _ in model.local_named_parameters()},
-    )
+    assert_same_bits(gradients(model), gradients(plain))
     if smp.pp_rank() == rank_of["fallback"]:
         caught = net.fallback.caught
         assert [str(e) for e in caught] == ["in forward of 8"] * 6
@@ -1003,7 +954,7 @@ def test_what_goes_through_several_ranks_is_still_that_of_the_first():
     net = Tries()
     rank_of = {path: 0 for path, _ in net.named_modules()} | {"wrapping": 1}
     rank_of |= {"wrapping.linear": 1}
-    model = smp.DistributedModel(pinned(net, rank_of))
+    model = distributed(net, rank_of)
     net.wrapping.part.trouble = None
 
     @smp.step

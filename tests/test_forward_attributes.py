@@ -13,9 +13,11 @@ import smp
 from smp.modules import microbatch_attributes, remote_modules, stand_ins
 from smp.pytorch import contents
 from smp.runtime import forward_attributes
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed
+from tests.models.steps import mean_square
 from tests.ranks import on_ranks
+from tests.reference.compare import assert_close, gradients
 
 
 class Child(nn.Module):
@@ -47,11 +49,7 @@ def Net(self, x):
     return y
 
 
-@smp.step
-def step(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+step = smp.step(mean_square)
 
 
 def made(owner: int) -> Net:
@@ -181,13 +179,6 @@ def WithReversible(self, x):
     return self.last(self.middle(self.first(x)))
 
 
-@smp.step
-def square(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_layers_that_an_autograd_function_runs_again_read_what_their_microbatch_set(rank):
@@ -195,18 +186,13 @@ def test_layers_that_an_autograd_function_runs_again_read_what_their_microbatch_
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 4})
     net = WithReversible().double()
     plain = copy.deepcopy(net)
-    if rank is not None:
-        smp.set_partition(net, 0)
-        smp.set_partition(net.middle, rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {} if rank is None else {"": 0, "middle": rank})
     for _ in range(2):
         x = torch.randn(8, 16, dtype=torch.float64)
-        got = square(model, x).reduce_mean()
+        got = step(model, x).reduce_mean()
         want = sum(square_of(plain, part) for part in x.chunk(4)) / 4
         torch.testing.assert_close(got, want, atol=1e-10, rtol=0)
-    its = dict(plain.named_parameters())
-    for name, parameter in model.local_named_parameters():
-        torch.testing.assert_close(parameter.grad, its[name].grad, atol=1e-10, rtol=0)
+    assert_close(gradients(model), gradients(plain), relative=1e-12)
     assert len({model.get_module_partition(m) for m in net.middle.modules()}) == 1
     assert type(copy.deepcopy(plain.middle.layers[0])) is Scaled
 
@@ -224,7 +210,7 @@ def test_layers_that_an_autograd_function_runs_again_and_are_pinned_apart_are_an
     model = distributed(net, {"": 0, "middle.layers.1": 1})
     told = r"'middle.layers.1.scale' changes when its module runs, on pp_rank 1"
     with pytest.raises(RuntimeError, match=told):
-        square(model, torch.randn(4, 16))
+        step(model, torch.randn(4, 16))
 
 
 @module_of(lambda: {"weight": nn.Parameter(torch.ones(())), "notes": True, "factor": 0.0})
@@ -277,22 +263,7 @@ def test_what_a_step_has_noted_for_its_backward_is_its_own(owner):
         step(model, x)
         for part in x.chunk(2):
             (plain(part).square().mean() / 2).backward()
-        its = dict(plain.named_parameters())
-        for name, parameter in model.local_named_parameters():
-            torch.testing.assert_close(parameter.grad, its[name].grad)
-
-
-class Passes(torch.autograd.Function):
-    """Counts its module's backwards."""
-
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.module = module
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.module.passed(), None
+        assert_close(gradients(model), gradients(plain), relative=1e-12)
 
 
 class CountsPasses(nn.Module):
@@ -308,7 +279,7 @@ class CountsPasses(nn.Module):
     def forward(self, x):
         if self.reads and self.passes > 5:
             return x
-        return self.second(Passes.apply(self.first(x), self))
+        return self.second(in_backward(self.first(x), lambda g: g * self.passed()))
 
 
 @on_ranks(2)
@@ -331,9 +302,7 @@ def test_an_attribute_that_only_backwards_set_is_the_modules(reads):
             (plain(part).square().mean() / 4).backward()
     if smp.rank() == 0:
         assert net.passes == plain.passes == 8
-    its = dict(plain.named_parameters())
-    for name, parameter in model.local_named_parameters():
-        torch.testing.assert_close(parameter.grad, its[name].grad)
+    assert_close(gradients(model), gradients(plain), relative=1e-12)
 
 
 class Counts:
@@ -398,17 +367,22 @@ def collecting(use, owner: int, made: type = Collecting) -> smp.DistributedModel
     return distributed(net, {"": 0, "child": owner})
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("name", USES)
-def test_what_a_module_put_in_its_containers_its_parent_cannot_read(name):
-    with pytest.raises(RuntimeError, match=f"'child.{name}' changes when .* was read here"):
-        step(collecting(USES[name], 1), torch.ones(4, 3))
+def check_steps(model: smp.DistributedModel, refused: str = "") -> None:
+    """Two steps, of which the first refuses to read that attribute of the child's."""
+    if refused:
+        told = f"'child.{refused}' changes when .* was read here"
+        with pytest.raises(RuntimeError, match=told):
+            step(model, torch.ones(4, 3))
+        return
+    for _ in range(2):
+        step(model, torch.ones(4, 3))
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("owner", [0, 1])
 @pytest.mark.parametrize("name", USES)
-def test_containers_are_read_where_both_are_on_one_rank(name):
-    step(collecting(USES[name], 0), torch.ones(4, 3))
+def test_what_a_module_put_in_its_containers_is_read_on_its_own_rank_alone(name, owner):
+    check_steps(collecting(USES[name], owner), refused=name if owner else "")
 
 
 class Emptying(Collecting):
@@ -430,12 +404,7 @@ def test_containers_that_a_parent_has_set_are_its_own_until_the_call(name, owner
     use = {**USES, "losses": lambda child: sum(child.losses)}[name]
     model = collecting(use, owner, Emptying)
     model.module.after = after
-    if owner and after:
-        with pytest.raises(RuntimeError, match=f"'child.{name}' changes when .* was read here"):
-            step(model, torch.ones(4, 3))
-    else:
-        for _ in range(2):
-            step(model, torch.ones(4, 3))
+    check_steps(model, refused=name if owner and after else "")
 
 
 class EmptiesAgain(Collecting):
@@ -450,9 +419,7 @@ class EmptiesAgain(Collecting):
 @on_ranks(2)
 @pytest.mark.parametrize("owner", [0, 1])
 def test_what_a_parent_sets_again_after_the_call_is_its_own_again(owner):
-    model = collecting(None, owner, EmptiesAgain)
-    for _ in range(2):
-        step(model, torch.ones(4, 3))
+    check_steps(collecting(None, owner, EmptiesAgain))
 
 
 def puts_in(child):
@@ -462,8 +429,7 @@ def puts_in(child):
 
 @on_ranks(2)
 def test_what_a_parent_puts_into_a_container_of_its_child_is_an_error():
-    with pytest.raises(RuntimeError, match=r"'child.stats' changes when .* was read here"):
-        step(collecting(puts_in, 1), torch.ones(4, 3))
+    check_steps(collecting(puts_in, 1), refused="stats")
 
 
 class SetsAndReads(Collecting):
@@ -478,12 +444,7 @@ class SetsAndReads(Collecting):
 @on_ranks(2)
 @pytest.mark.parametrize("owner", [0, 1])
 def test_a_tensor_that_a_parent_has_set_is_its_own_until_the_call(owner):
-    model = collecting(None, owner, SetsAndReads)
-    if owner:
-        with pytest.raises(RuntimeError, match=r"'child.cache' changes when .* was read here"):
-            step(model, torch.ones(4, 3))
-    else:
-        step(model, torch.ones(4, 3))
+    check_steps(collecting(None, owner, SetsAndReads), refused="cache" if owner else "")
 
 
 @on_ranks(2)
@@ -498,9 +459,7 @@ def test_what_no_forward_changes_is_read_anywhere():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Collecting(lambda child: sum(use(child) for use in (USES[n] for n in QUIET)))
     net.child = Still()
-    model = distributed(net, {"": 0, "child": 1})
-    for _ in range(2):
-        step(model, torch.ones(4, 3))
+    check_steps(distributed(net, {"": 0, "child": 1}))
 
 
 QUIET = ["stats", "seen", "cache", "counts", "deep", "table", "names"]
@@ -585,10 +544,7 @@ def Alters(self, x):
 @on_ranks(2)
 def test_also_one_that_the_child_only_reads():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    net = Alters()
-    model = distributed(net, {"": 0, "child": 1})
-    with pytest.raises(RuntimeError, match=r"'child.options' changes when .* was read here"):
-        step(model, torch.ones(4, 3))
+    check_steps(distributed(Alters(), {"": 0, "child": 1}), refused="options")
 
 
 class Gathers(nn.Module):

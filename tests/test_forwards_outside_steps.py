@@ -17,7 +17,6 @@ from tests.test_data_parallel import (
     WIDTH,
     averaged,
     batch_of,
-    local_gradients,
     of_replicas,
     plain_model,
 )
@@ -41,7 +40,7 @@ def test_several_forwards_before_a_backward_are_those_of_ddp():
         for net in (model, reference):
             losses = [net(batch_of(smp.rank(), 3 * number + n)).square().mean() for n in (0, 1)]
             sum(losses).backward()
-        assert_close(local_gradients(model), gradients(reference.module), 1e-6)
+        assert_close(gradients(model), gradients(reference.module), 1e-6)
         assert_same_bits(
             dict(model.module.named_buffers()), dict(reference.module.named_buffers())
         )
@@ -60,7 +59,7 @@ def test_a_forward_without_gradients_between_forward_and_backward_exchanges_noth
                 model(batch_of(5))
         loss.backward()
         want = of_replicas(plain_model, number)
-        assert_same_bits(local_gradients(model), want)
+        assert_same_bits(gradients(model), want)
 
 
 @pytest.mark.parametrize("is_reentrant", [True, False])
@@ -76,7 +75,7 @@ def test_a_checkpoint_around_the_whole_model(is_reentrant):
         checkpoint(model, x, use_reentrant=is_reentrant).square().mean().backward()
         for rank, replica in enumerate(replicas):
             replica(batch_of(rank, number)).square().mean().backward()
-        assert_same_bits(local_gradients(model), averaged(replicas))
+        assert_same_bits(gradients(model), averaged(replicas))
 
 
 @module_of(lambda: {"inner": plain_model()})
@@ -102,7 +101,7 @@ def test_backward_may_begin_at_any_output(used):
     replicas = [Nested(), Nested()]
     for rank, replica in enumerate(replicas):
         loss_of(replica(batch_of(rank))).backward()
-    assert_same_bits(local_gradients(model), averaged(replicas))
+    assert_same_bits(gradients(model), averaged(replicas))
 
 
 @on_ranks(2)
@@ -114,4 +113,4 @@ def test_a_forward_without_a_backward_is_made_up_for_by_the_next():
     del lost
     model(batch_of(smp.rank(), 1)).square().mean().backward()
     want = of_replicas(plain_model, 1)
-    assert_same_bits(local_gradients(model), want)
+    assert_same_bits(gradients(model), want)

@@ -20,6 +20,7 @@ from smp.partitioning.tracing import trace
 from smp.partitioning.turns import turns_of
 from tests.models.modules import module_of
 from tests.models.partition import distributed
+from tests.models.steps import total
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 from tests.reference.cut_loop import cut_loop
@@ -67,11 +68,7 @@ def test_buffers_change_in_the_order_of_microbatches(how, owner):
     gated = Gated(how)
     model = distributed(gated, {"": 0, "far": 1, "norm": owner})
 
-    @smp.step
-    def step(model, x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
+    step = smp.step(total)
 
     step(model, torch.arange(4.0).repeat_interleave(2)[:, None].expand(8, WIDTH))
 
@@ -158,16 +155,10 @@ def test_a_forward_that_runs_again_in_backward_is_no_call_more(tmp_path):
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 2, "active_microbatches": 2})
     there = tmp_path / "there"
     net = nn.Sequential(Around(there), Held(there))
-    for module, rank in [(net, 0), (net[0], 0), (net[0].norm, 1), (net[1], 2)]:
-        smp.set_partition(module, rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "0": 0, "0.norm": 1, "1": 2})
     smp.set_activation_checkpointing(net[0])
 
-    @smp.step
-    def step(model, x):
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
+    step = smp.step(total)
 
     x = torch.arange(2.0)[:, None].expand(2, WIDTH).clone().requires_grad_()
     step(model, x)
@@ -185,9 +176,7 @@ def test_a_microbatch_that_leaves_a_gate_out_holds_up_nobody_behind_it(pipeline)
     """Its forward is over when its backward begins, which itself may wait for the others."""
     begin(microbatches=3, active_microbatches=3, pipeline=pipeline)
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Norm())
-    for module, rank in [(net, 0), (net[0], 0), (net[1], 1)]:
-        smp.set_partition(module, rank)
-    model = smp.DistributedModel(net)
+    model = distributed(net, [0, 1])
 
     @smp.step
     def step(model, x, left_out):
@@ -219,11 +208,9 @@ def test_behind_a_gate_each_microbatch_draws_its_own_numbers():
     """... though another one drew while it waited."""
     begin(microbatches=3, active_microbatches=3)
     net = Overtaken()
-    for module, rank in [(net, 0), (net.norm, 0), (net.far, 1)]:
-        smp.set_partition(module, rank)
     plain = copy.deepcopy(net)
     options = {"rank_of": {"": 0, "norm": 0, "far": 1}, "ranks": 2, "microbatches": 3}
-    model = smp.DistributedModel(net)
+    model = distributed(net, options["rank_of"])
 
     def step(model, x):
         y = model(x, int(x[0, 0]))

@@ -18,9 +18,10 @@ import smp
 from smp.data_parallel import reduction
 from smp.runtime_state import CurrentStep
 from tests.models.modules import module_of
+from tests.models.steps import mean_square, train_mean_square
 from tests.ranks import on_ranks
-from tests.reference.compare import assert_close, assert_same_bits
-from tests.test_data_parallel import averaged, batch_of, local_gradients, mean_loss, of_replicas
+from tests.reference.compare import assert_close, assert_same_bits, gradients
+from tests.test_data_parallel import averaged, batch_of, of_replicas
 
 WIDTH = 6
 OPTIONS = [
@@ -92,14 +93,12 @@ def test_wide_gradients_of_half_parameters_keep_their_bits(options, backend):
         }
     )
     model = smp.DistributedModel(half_model(), **options)
-    step = smp.step(mean_loss)
+    step = smp.step(mean_square)
     for number in range(2):  # the second one sends in backward
         model.zero_grad()
         step(model, batch_of(smp.dp_rank(), number))
         want = sums_of_replicas(half_model, number)
-        assert_same_bits(
-            local_gradients(model), {name: want[name] for name in local_gradients(model)}
-        )
+        assert_same_bits(gradients(model), {name: want[name] for name in gradients(model)})
 
 
 @on_ranks(2)
@@ -114,9 +113,9 @@ def test_a_hook_gets_buckets_of_the_gradients_dtype():
         return default_hooks.allreduce_hook(smp.get_dp_process_group(), bucket)
 
     model.register_comm_hook(None, hook)
-    smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
+    smp.step(mean_square)(model, batch_of(smp.dp_rank()))
     assert set(seen) == {torch.float32} and len(seen) > 1
-    assert_same_bits(local_gradients(model), sums_of_replicas(half_model))
+    assert_same_bits(gradients(model), sums_of_replicas(half_model))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
@@ -129,10 +128,10 @@ def test_a_gradient_wider_than_was_told_is_an_error_on_all(options):
         net[1].weight.grad_dtype = torch.bfloat16
     model = smp.DistributedModel(net, **options)
     with pytest.raises(TypeError, match="'1.weight' has a gradient of torch.float32"):
-        smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
+        smp.step(mean_square)(model, batch_of(smp.dp_rank()))
     assert all(p.grad is None for p in model.parameters())
     net[1].weight.grad_dtype = torch.float32  # what the error says to do
-    smp.step(mean_loss)(model, batch_of(smp.dp_rank()))
+    smp.step(mean_square)(model, batch_of(smp.dp_rank()))
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
@@ -208,17 +207,10 @@ def test_at_most_two_buckets_are_on_their_way(overlap, in_step, monkeypatch):
 
     inputs = torch.randn(2, 4, SIDE)
 
-    def step(number: int) -> None:
-        x = inputs[number]
-        if in_step:
-            smp.step(mean_loss)(model, x)
-        else:
-            model(x).square().mean().backward()
-
-    step(0)
+    train_mean_square(model, inputs[0], in_step)
     model.zero_grad()
     watch = Watch(model, monkeypatch)
-    step(1)
+    train_mean_square(model, inputs[1], in_step)
     assert len(watch.bytes) == LAYERS / 2
     assert cap <= max(watch.bytes) <= 2 * cap
     assert any(watch.in_backward) == overlap
@@ -233,7 +225,7 @@ def test_gradients_that_are_views_are_not_copied(in_step, monkeypatch):
     model = smp.DistributedModel(
         deep_model(), bucket_cap_mb=3 * 4 * SIDE**2 / 2**20, gradient_as_bucket_view=True
     )
-    step, x = smp.step(mean_loss), torch.randn(4, SIDE)
+    step, x = smp.step(mean_square), torch.randn(4, SIDE)
     step(model, x)
     buckets = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
     assert 1 < len(buckets) < LAYERS
@@ -260,7 +252,7 @@ def test_gradients_that_are_views_are_not_copied(in_step, monkeypatch):
 def test_gradients_that_were_there_before_stay_the_same_tensors():
     smp.init({"ddp": True})
     model = smp.DistributedModel(deep_model(), bucket_cap_mb=1e-4)
-    step = smp.step(mean_loss)
+    step = smp.step(mean_square)
     step(model, torch.randn(4, SIDE))
     before = {name: (id(p.grad), p.grad) for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=False)
@@ -288,12 +280,12 @@ def test_results_do_not_go_where_backward_still_reads(monkeypatch):
     smp.init({"ddp": True})
     monkeypatch.setattr(reduction.Reduction, "_send", send_and_take_in)
     model = smp.DistributedModel(model_with_positions(), bucket_cap_mb=1e-6)
-    step = smp.step(mean_loss)
+    step = smp.step(mean_square)
     for number in range(3):
         model.zero_grad()
         step(model, batch_of(smp.dp_rank(), number, rows=1))
         want = of_replicas(model_with_positions, number, rows=1)
-        assert_same_bits(local_gradients(model), want)
+        assert_same_bits(gradients(model), want)
 
 
 def send_and_take_in(exchange: reduction.Reduction, place: int, zeros: bool) -> None:
@@ -354,8 +346,8 @@ def test_what_is_added_after_a_bucket_was_sent_counts(
             step(model, batch_of(smp.dp_rank(), number), mine)
         else:
             model(batch_of(smp.dp_rank(), number), mine).square().mean().backward()
-        assert_close(local_gradients(model), averaged(replicas), 1e-5)
-        everyones = smp.allgather(list(local_gradients(model).values()), smp.DP_GROUP)
+        assert_close(gradients(model), averaged(replicas), 1e-5)
+        everyones = smp.allgather(list(gradients(model).values()), smp.DP_GROUP)
         for one, other in zip(*everyones, strict=True):
             assert torch.equal(one, other)
 

@@ -233,19 +233,8 @@ def hosts(folder: Path) -> Iterator[Path]:
         ip("-n", switch, "addr", "add", "10.77.0.250/24", "dev", "switch")
         ip("-n", switch, "link", "set", "switch", "up")
         for i, host in enumerate(hosts, start=1):
-            ip(
-                "link",
-                "add",
-                "net",
-                "netns",
-                host,
-                "type",
-                "veth",
-                "peer",
-                f"port{i}",
-                "netns",
-                switch,
-            )
+            veth = f"net netns {host} type veth peer port{i} netns {switch}"
+            ip("link", "add", *veth.split())
             ip("-n", switch, "link", "set", f"port{i}", "master", "switch", "up")
             ip("-n", host, "addr", "add", f"10.77.0.{i}/24", "dev", "net")
             ip("-n", host, "link", "set", "net", "up")

@@ -135,6 +135,65 @@ def in_float64(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(modeling, "torch", double)
 
 
+class Pair:
+    """A replaced model and the plain one, each with its optimizer."""
+
+    def __init__(
+        self,
+        kind: str,
+        make: Callable[[nn.Module], torch.optim.Optimizer],
+        delayed: bool = False,
+        **options: Any,
+    ) -> None:
+        """``delayed`` and ``options``: as of ``check_training``."""
+        self.to_hf, self.to_ours = family(kind)
+        torch.set_default_dtype(torch.float32)  # angles of rotations are
+        torch.manual_seed(1)
+        self.plain = FAMILIES[kind][0]()
+        torch.manual_seed(1 + smp.tp_rank() * delayed)
+        with (
+            smp.tensor_parallelism(replace=True, **options),
+            smp.delay_param_initialization(enabled=delayed),
+        ):
+            net = FAMILIES[kind][0]()
+        torch.set_default_dtype(torch.float64)
+        for model in (self.plain, net):
+            model.double()
+        self.model = smp.DistributedModel(net)
+        self.optimizer = smp.DistributedOptimizer(make(self.model))
+        self.plain_optimizer = make(self.plain)
+        own_loss = isinstance(self.model.get_module(), smp.nn.DistributedTransformerLMHead)
+
+        @smp.step
+        def train(model: Any, batch: Any) -> Tensor:
+            loss = model(**batch)["loss"] if own_loss else loss_of(model, **batch)
+            model.backward(loss)
+            return loss
+
+        self._train = train
+
+    def step(self, step: int, max_norm: float | None = None) -> None:
+        self.optimizer.zero_grad()
+        self.plain_optimizer.zero_grad()
+        loss = self._train(self.model, texts(smp.dp_rank(), step)).reduce_mean()
+        every = [loss_of(self.plain, **texts(rank, step)) for rank in range(smp.dp_size())]
+        (sum(every) / len(every)).backward()
+        assert_near(loss, every[smp.dp_rank()], f"loss of step {step}")
+        if max_norm is not None:
+            want = nn.utils.clip_grad_norm_(self.plain.parameters(), max_norm)
+            assert_near(self.model.clip_grad_norm_(max_norm), want, f"norm of step {step}")
+        self.optimizer.step()
+        self.plain_optimizer.step()
+
+    def check(self) -> None:
+        """Parameters are the same by Hugging Face's names, and the plain model takes them."""
+        got, wanted = self.to_hf(self.model.state_dict()), self.plain.state_dict()
+        assert set(got) == set(wanted)
+        for name, value in wanted.items():
+            assert_near(got[name], value, name)
+        self.plain.load_state_dict(got)
+
+
 def check_training(
     kind: str, steps: int = 3, delayed: bool = False, **options: Any
 ) -> smp.DistributedModel:
@@ -144,46 +203,13 @@ def check_training(
         delayed: the split model gets its values when it is partitioned.
         options: of the distributed modules.
     """
-    to_hf, _ = family(kind)
-    torch.manual_seed(1)
-    plain = FAMILIES[kind][0]()  # angles of rotations are in float32
-    torch.manual_seed(1 + smp.tp_rank() * delayed)
-    with (
-        smp.tensor_parallelism(replace=True, **options),
-        smp.delay_param_initialization(enabled=delayed),
-    ):
-        net = FAMILIES[kind][0]()
-    torch.set_default_dtype(torch.float64)
-    for model in (plain, net):
-        model.double()
-    model = smp.DistributedModel(net)
-    own_loss = isinstance(model.get_module(), smp.nn.DistributedTransformerLMHead)
-    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    plain_optimizer = torch.optim.SGD(plain.parameters(), 0.1)
-
-    @smp.step
-    def train(model, batch):
-        loss = model(**batch)["loss"] if own_loss else loss_of(model, **batch)
-        model.backward(loss)
-        return loss
-
+    pair = Pair(
+        kind, lambda model: torch.optim.SGD(model.parameters(), 0.1), delayed, **options
+    )
     for step in range(steps):
-        optimizer.zero_grad()
-        plain_optimizer.zero_grad()
-        loss = train(model, texts(smp.dp_rank(), step)).reduce_mean()
-        every = [loss_of(plain, **texts(rank, step)) for rank in range(smp.dp_size())]
-        (sum(every) / len(every)).backward()
-        assert_near(loss, every[smp.dp_rank()], f"loss of step {step}")
-        want = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        assert_near(model.clip_grad_norm_(0.5), want, f"norm of step {step}")
-        optimizer.step()
-        plain_optimizer.step()
-    got, wanted = to_hf(model.state_dict()), plain.state_dict()
-    assert set(got) == set(wanted)
-    for name, value in wanted.items():
-        assert_near(got[name], value, name)
-    plain.load_state_dict(got)
-    return model
+        pair.step(step, max_norm=0.5)
+    pair.check()
+    return pair.model
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

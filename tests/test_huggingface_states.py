@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import smp
 from smp.nn.huggingface.gpt2 import get_hf_gpt2_transformer_layer_hooks
 from smp.tensor_parallel.splits import replacement
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, split_over_all_ranks
-from tests.test_huggingface_forms import FAMILIES, family, gpt2, loss_of, texts
+from tests.test_huggingface_forms import Pair, gpt2, loss_of, texts
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,50 +40,6 @@ def without_decay_of_vectors(model: nn.Module) -> torch.optim.Optimizer:
         {"params": [(n, p) for n, p in trained.items() if p.dim() < 2], "weight_decay": 0.0},
     )
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
-
-
-def marked(kind: str) -> nn.Module:
-    torch.set_default_dtype(torch.float32)  # angles of rotations are
-    with smp.tensor_parallelism(replace=True):
-        net = FAMILIES[kind][0]()
-    torch.set_default_dtype(torch.float64)
-    return net.double()
-
-
-class Pair:
-    """A replaced model and the plain one, each with its optimizer."""
-
-    def __init__(self, kind: str, make: Make) -> None:
-        net = marked(kind)
-        self.plain = copy.deepcopy(net)
-        self.model = smp.DistributedModel(net)
-        self.optimizer = smp.DistributedOptimizer(make(self.model))
-        self.plain_optimizer = make(self.plain)
-        self.to_hf, self.to_ours = family(kind)
-        own_loss = isinstance(self.model.get_module(), smp.nn.DistributedTransformerLMHead)
-
-        @smp.step
-        def train(model: Any, batch: Any) -> Tensor:
-            loss = model(**batch)["loss"] if own_loss else loss_of(model, **batch)
-            model.backward(loss)
-            return loss
-
-        self._train = train
-
-    def step(self, step: int) -> None:
-        self.optimizer.zero_grad()
-        self.plain_optimizer.zero_grad()
-        loss = self._train(self.model, texts(smp.dp_rank(), step)).reduce_mean()
-        every = [loss_of(self.plain, **texts(rank, step)) for rank in range(smp.dp_size())]
-        (sum(every) / len(every)).backward()
-        assert_near(loss, every[smp.dp_rank()], f"loss of step {step}")
-        self.optimizer.step()
-        self.plain_optimizer.step()
-
-    def check(self) -> None:
-        got = self.to_hf(self.model.state_dict())
-        for name, value in self.plain.state_dict().items():
-            assert_near(got[name], value, name)
 
 
 def assert_same_state(got: Any, want: Any) -> None:
@@ -149,8 +105,8 @@ def test_the_state_of_a_replaced_model_in_a_pipeline(tmp_path):
 @on_ranks(2)
 def test_states_that_no_plain_optimizer_has_are_refused():
     split_over_all_ranks()
-    net = marked("gpt2")
-    model = smp.DistributedModel(net)
+    with smp.tensor_parallelism(replace=True):
+        model = smp.DistributedModel(gpt2())
     named = dict(model.named_parameters())
     query = named.pop("transformer.seq_layers.1.attention.query.bias")
     names = (

@@ -8,15 +8,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import smp
+from tests.models.steps import mean_square, train_mean_square
 from tests.ranks import on_ranks
-from tests.reference.compare import assert_close, assert_same_bits
+from tests.reference.compare import assert_close, assert_same_bits, gradients
 from tests.test_data_parallel import (
     BACKENDS,
     WIDTH,
     averaged,
     batch_of,
-    local_gradients,
-    mean_loss,
     of_replicas,
     plain_model,
 )
@@ -44,12 +43,9 @@ def test_join_that_stops_early_does_nothing_where_all_end_at_once(in_step):
         with model.join(throw_on_early_termination=True):
             for number in range(2):
                 model.zero_grad()
-                if in_step:
-                    smp.step(mean_loss)(model, batch_of(smp.rank(), 2 * epoch + number))
-                else:
-                    model(batch_of(smp.rank(), 2 * epoch + number)).square().mean().backward()
+                train_mean_square(model, batch_of(smp.rank(), 2 * epoch + number), in_step)
         want = of_replicas(plain_model, 2 * epoch + 1)
-        assert_same_bits(local_gradients(model), want)
+        assert_same_bits(gradients(model), want)
 
 
 @pytest.mark.parametrize("in_step", [False, True])
@@ -59,7 +55,7 @@ def test_join_that_stops_early_raises_on_all_before_the_step_and_training_goes_o
     pp = smp.job.bootstrap.mpi_size() // 2
     smp.init({"pipeline_parallel_degree": pp, "ddp": True})
     model = smp.DistributedModel(plain_model())
-    step = smp.step(mean_loss)
+    step = smp.step(mean_square)
     begun = 0
 
     def train(number: int) -> None:
@@ -74,14 +70,14 @@ def test_join_that_stops_early_raises_on_all_before_the_step_and_training_goes_o
     ):
         for number in range(3 - smp.dp_rank()):
             begun = number
-            before = local_gradients(model)
+            before = gradients(model)
             train(number)
             model.zero_grad()
     assert begun == 2 - smp.dp_rank() and all(g is None for g in before.values())
 
     train(5)
     want = of_replicas(plain_model, 5)
-    assert_same_bits(local_gradients(model), want)
+    assert_same_bits(gradients(model), want)
 
 
 @on_ranks(3)
@@ -124,7 +120,7 @@ def test_who_has_joined_takes_part_whether_buffers_are_exchanged_or_not(trains, 
     smp.init({"pipeline_parallel_degree": pp, "ddp": True, "ddp_dist_backend": backend})
     model = smp.DistributedModel(with_statistics())
     model.train(trains)
-    step = smp.step(mean_loss)
+    step = smp.step(mean_square)
     with model.join():
         for number in range(1 + 2 * smp.dp_rank()):
             model.zero_grad()
@@ -136,7 +132,7 @@ def test_who_has_joined_takes_part_whether_buffers_are_exchanged_or_not(trains, 
             for number in range(2):
                 replica(batch_of(0 if number == 0 else 1, number))
         replica(batch_of(1, 2)).square().mean().backward()
-        got = local_gradients(model)
+        got = gradients(model)
         for name, parameter in replica.named_parameters():
             if name in got:
                 torch.testing.assert_close(got[name], parameter.grad / 2)
@@ -149,8 +145,8 @@ def test_join_that_is_not_enabled_does_nothing():
     with model.join(enable=False):
         for number in range(1 + smp.rank()):
             with model.no_sync():
-                smp.step(mean_loss)(model, batch_of(smp.rank(), number))
-    smp.step(mean_loss)(model, batch_of(smp.rank(), 5))
+                smp.step(mean_square)(model, batch_of(smp.rank(), number))
+    smp.step(mean_square)(model, batch_of(smp.rank(), 5))
 
 
 @on_ranks(2)
@@ -165,7 +161,7 @@ def test_an_error_in_the_block_ends_join_and_the_next_exchange_is_whole():
         raise LookupError("mine")
     model(batch_of(smp.rank())).square().mean().backward()
     want = of_replicas(plain_model)
-    assert_same_bits(local_gradients(model), want)
+    assert_same_bits(gradients(model), want)
 
 
 def own_backward(model: nn.Module, x: Tensor) -> None:
@@ -188,4 +184,4 @@ def test_a_first_step_in_evaluation_mode_with_the_scripts_own_backward_is_averag
     for rank, replica in enumerate(replicas):
         for x in batch_of(rank).chunk(microbatches):
             replica(x).square().mean().backward()
-    assert_same_bits(local_gradients(model), averaged(replicas))
+    assert_same_bits(gradients(model), averaged(replicas))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
 import smp
+from tests.models.partition import distributed
+from tests.models.steps import total
 from tests.ranks import call_on_ranks, on_ranks
 
 X = torch.ones(2, 3)
@@ -89,19 +91,12 @@ LET_THROUGH = {
 }
 
 
-@smp.step
-def step(model: smp.DistributedModel, x: Tensor) -> Tensor:
-    loss = model(x).sum()
-    model.backward(loss)
-    return loss
+step = smp.step(total)
 
 
 def partitioned() -> smp.DistributedModel:
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    net = Net()
-    for far in (net.far, net.act, net.blocks[1]):
-        smp.set_partition(far, 1)
-    model = smp.DistributedModel(net)
+    model = distributed(Net(), {"far": 1, "act": 1, "blocks.1": 1})
     model.register_buffer("before", torch.ones(1))
     step(model, torch.ones(2, 3))
     return model

@@ -8,6 +8,7 @@ import smp
 from smp import memory
 from smp.memory import Bytes, MemoryReport
 from tests.devices import DEVICES, use
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 WIDTH, LAYERS = 256, 4
@@ -36,10 +37,8 @@ def made(device="cpu", **config):
     kept = []
     net = Net(kept).to(use(device))
     net.layers[1].weight = net.layers[0].weight
-    smp.set_partition(net, 0)
-    for layer in net.layers[2:]:
-        smp.set_partition(layer, 1)
-    model = smp.DistributedModel(net)
+    owners = {f"layers.{i}": 1 for i in range(2, len(net.layers))}
+    model = distributed(net, {"": 0, **owners})
     optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 
     @smp.step

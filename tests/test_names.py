@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import smp
 from tests.models.partition import distributed
+from tests.models.steps import total
 from tests.ranks import on_ranks
 
 # What DistributedModel adds to a module, some of its arguments, and any other names.
@@ -65,11 +66,7 @@ def test_the_users_names_are_the_users(kind):
     model = distributed(net, {"far": 1})
     x = torch.randn(4, 3)
 
-    @smp.step
-    def step(model: smp.DistributedModel, x: Tensor) -> Tensor:
-        loss = model(x).sum()
-        model.backward(loss)
-        return loss
+    step = smp.step(total)
 
     torch.testing.assert_close(step(model, x).reduce_sum(), plain(x).sum())
     want, full = plain.state_dict(), model.state_dict()

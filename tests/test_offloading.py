@@ -8,6 +8,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import smp
 from smp.checkpointing import offloading
 from tests.devices import DEVICES, use
+from tests.models.partition import distributed
+from tests.models.steps import mean_square
 from tests.ranks import on_ranks
 from tests.reference.compare import assert_same_bits
 
@@ -70,18 +72,12 @@ def made(device, offloads=True, masks=True, **config):
     device, inputs = use(device), Inputs()
     torch.manual_seed(0)
     net = Net(inputs, masks).to(device)
-    smp.set_partition(net, 0)
-    for layer in net.layers[LAYERS // 2 :]:
-        smp.set_partition(layer, smp.pp_size() - 1)
-    model = smp.DistributedModel(net)
+    owners = {f"layers.{i}": smp.pp_size() - 1 for i in range(LAYERS // 2, LAYERS)}
+    model = distributed(net, {"": 0, **owners})
     smp.set_activation_checkpointing(net.layers)
     batch = torch.randn(ROWS * MICROBATCHES, WIDTH).to(device)
 
-    @smp.step
-    def step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    step = smp.step(mean_square)
 
     def run():
         model.zero_grad()

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import smp
 from smp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, norm_over_the_model
+from tests.models.partition import distributed
+from tests.models.steps import mean_square
 from tests.ranks import on_ranks
 
 STEPS = 5
@@ -100,38 +102,6 @@ class Lamb(torch.optim.Optimizer):
                 p -= group["lr"] * ratio * update
 
 
-@pytest.mark.parametrize(
-    "ours, theirs",
-    [
-        ({}, {}),
-        ({"weight_decay": 0.0}, {"decay": 0.0}),
-        ({"weight_decay": 0.0, "use_nvlamb": True}, {"decay": 0.0, "always": True}),
-        ({"bias_correction": False}, {"correct": False}),
-        ({"max_grad_norm": 0.01}, {"max_norm": 0.01}),
-        ({"max_grad_norm": 0}, {"max_norm": 0}),
-        ({"adam_w_mode": False}, {"decoupled": False}),
-        ({"grad_averaging": False}, {"averaging": False}),
-        ({"betas": (0.6, 0.7), "eps": 0.1}, {"betas": (0.6, 0.7), "eps": 0.1}),
-    ],
-)
-def test_lamb_equals_its_definition(ours, theirs):
-    a, b = model(), model()
-
-    got = train(a, FusedLAMB(a.parameters(), lr=0.05, **ours), scale=5.0)
-
-    settings = {
-        "betas": (0.9, 0.999),
-        "eps": 1e-6,
-        "decay": 0.01,
-        "max_norm": 1.0,
-        "correct": True,
-        "always": False,
-        **theirs,
-    }
-    want = train(b, Lamb(b.parameters(), lr=0.05, **settings), scale=5.0)
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
 def test_lamb_moves_what_is_zero_and_leaves_what_has_no_update():
     """Their ratio is 1, as in the definition."""
     zero, still = with_gradients(torch.tensor([3.0, 4.0]), torch.zeros(2))
@@ -177,36 +147,57 @@ class NovoGrad(torch.optim.Optimizer):
                 p -= group["lr"] * update
 
 
+DEFINED = {  # ours, the definition, its settings by default and a scale of the loss
+    "lamb": (
+        FusedLAMB,
+        Lamb,
+        {"eps": 1e-6, "decay": 0.01, "max_norm": 1.0, "correct": True, "always": False},
+        5.0,
+    ),
+    "novograd": (
+        FusedNovoGrad,
+        NovoGrad,
+        {"eps": 1e-8, "decay": 0.0, "inside": False, "largest": False, "zero": False}
+        | {"correct": True, "averaging": True},
+        1.0,
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "ours, theirs",
+    "name, ours, theirs",
     [
-        ({}, {}),
-        ({"weight_decay": 0.1}, {"decay": 0.1}),
-        ({"weight_decay": 0.1, "reg_inside_moment": True}, {"decay": 0.1, "inside": True}),
-        ({"norm_type": 0}, {"largest": True}),
-        ({"init_zero": True}, {"zero": True}),
-        ({"bias_correction": False}, {"correct": False}),
-        ({"grad_averaging": False}, {"averaging": False}),
-        ({"betas": (0.6, 0.7), "eps": 0.1}, {"betas": (0.6, 0.7), "eps": 0.1}),
+        ("lamb", {}, {}),
+        ("lamb", {"weight_decay": 0.0}, {"decay": 0.0}),
+        ("lamb", {"weight_decay": 0.0, "use_nvlamb": True}, {"decay": 0.0, "always": True}),
+        ("lamb", {"bias_correction": False}, {"correct": False}),
+        ("lamb", {"max_grad_norm": 0.01}, {"max_norm": 0.01}),
+        ("lamb", {"max_grad_norm": 0}, {"max_norm": 0}),
+        ("lamb", {"adam_w_mode": False}, {"decoupled": False}),
+        ("lamb", {"grad_averaging": False}, {"averaging": False}),
+        ("lamb", {"betas": (0.6, 0.7), "eps": 0.1}, {"betas": (0.6, 0.7), "eps": 0.1}),
+        ("novograd", {}, {}),
+        ("novograd", {"weight_decay": 0.1}, {"decay": 0.1}),
+        (
+            "novograd",
+            {"weight_decay": 0.1, "reg_inside_moment": True},
+            {"decay": 0.1, "inside": True},
+        ),
+        ("novograd", {"norm_type": 0}, {"largest": True}),
+        ("novograd", {"init_zero": True}, {"zero": True}),
+        ("novograd", {"bias_correction": False}, {"correct": False}),
+        ("novograd", {"grad_averaging": False}, {"averaging": False}),
+        ("novograd", {"betas": (0.6, 0.7), "eps": 0.1}, {"betas": (0.6, 0.7), "eps": 0.1}),
     ],
 )
-def test_novograd_equals_its_definition(ours, theirs):
+def test_it_equals_its_definition(name, ours, theirs):
+    fused, definition, settings, scale = DEFINED[name]
     a, b = model(), model()
 
-    got = train(a, FusedNovoGrad(a.parameters(), lr=0.05, **ours))
+    got = train(a, fused(a.parameters(), lr=0.05, **ours), scale)
 
-    settings = {
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "decay": 0.0,
-        "inside": False,
-        "largest": False,
-        "zero": False,
-        "correct": True,
-        "averaging": True,
-        **theirs,
-    }
-    want = train(b, NovoGrad(b.parameters(), lr=0.05, **settings))
+    settings = {"betas": (0.9, 0.999), **settings, **theirs}
+    want = train(b, definition(b.parameters(), lr=0.05, **settings), scale)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -248,23 +239,13 @@ class TestEach:
 
         assert optimizer.param_groups[0]["lr"] == 0.5
 
-    def test_zero_grad_follows_set_grad_none(self, kind):
-        kept, dropped = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-        for parameter, none in ((kept, False), (dropped, True)):
-            parameter.sum().backward()
-            kind([parameter], set_grad_none=none).zero_grad()
-
-        assert kept.grad.tolist() == [0]
-        assert dropped.grad is None
-
-    def test_what_zero_grad_is_told_comes_before_set_grad_none(self, kind):
-        kept, dropped = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-        for parameter, none in ((kept, True), (dropped, False)):
-            parameter.sum().backward()
-            kind([parameter], set_grad_none=none).zero_grad(set_to_none=not none)
-
-        assert kept.grad.tolist() == [0]
-        assert dropped.grad is None
+    @pytest.mark.parametrize("told", [{}, {"set_to_none": True}, {"set_to_none": False}])
+    @pytest.mark.parametrize("none", [False, True])
+    def test_zero_grad_follows_set_grad_none_or_what_it_is_told(self, kind, none, told):
+        parameter = nn.Parameter(torch.ones(1))
+        parameter.sum().backward()
+        kind([parameter], set_grad_none=none).zero_grad(**told)
+        assert parameter.grad == (None if told.get("set_to_none", none) else 0)
 
     def test_a_closure_computes_the_gradients_of_its_step(self, kind):
         ours, theirs = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
@@ -305,15 +286,11 @@ class TestEach:
         assert group["weight_decay"] == decay and not group["amsgrad"]
 
 
-@pytest.mark.parametrize("ours, theirs", [(FusedLAMB, Lamb), (FusedNovoGrad, NovoGrad)])
-def test_groups_have_settings_of_their_own(ours, theirs):
+@pytest.mark.parametrize("name", DEFINED)
+def test_groups_have_settings_of_their_own(name):
     """The norm that LAMB clips by is that of all groups."""
+    ours, theirs, settings, _ = DEFINED[name]
     a, b = model(), model()
-    more = {"correct": True, "averaging": True, "eps": 1e-6}
-    if theirs is Lamb:
-        more.update(always=False)
-    else:
-        more.update(inside=False, largest=False, zero=False)
 
     def groups(net: nn.Module, decay: str, limit: str) -> list[dict]:
         first = {"lr": 0.05, "betas": (0.9, 0.99), decay: 0.1}
@@ -326,7 +303,9 @@ def test_groups_have_settings_of_their_own(ours, theirs):
         ]
 
     got = train(a, ours(groups(a, "weight_decay", "max_grad_norm"), eps=1e-6), scale=20.0)
-    want = train(b, theirs(groups(b, "decay", "max_norm"), **more), scale=20.0)
+    want = train(
+        b, theirs(groups(b, "decay", "max_norm"), **settings | {"eps": 1e-6}), scale=20.0
+    )
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -502,15 +481,8 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(norm_type, max_nor
     torch.manual_seed(3)
     net = Tied().double()
     plain = copy.deepcopy(net)
-    for number, name in enumerate(("first", "again", "second")):
-        smp.set_partition(getattr(net, name), number // 2)
-    model = smp.DistributedModel(net)
-
-    @smp.step
-    def step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    model = distributed(net, {"first": 0, "again": 0, "second": 1})
+    step = smp.step(mean_square)
 
     x = torch.randn(8, 4, dtype=torch.float64)  # the same on all replicas
     step(model, x)

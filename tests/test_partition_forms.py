@@ -21,12 +21,7 @@ from smp.partitioning.tree import in_bytes, readable
 from tests.models.modules import module_of
 from tests.models.partition import distributed
 from tests.ranks import on_ranks
-
-
-def decide(model, *args, degree=2, **kwargs):
-    """By parameters only, from a traced run if there are arguments."""
-    traced = trace(model, lambda: model(*args)) if args else None
-    return make_partition(model, traced, degree=degree, memory_weight=1.0, **kwargs)
+from tests.test_partitioning import decide
 
 
 def linears(count: int) -> list[nn.Module]:

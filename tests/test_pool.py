@@ -14,8 +14,9 @@ import smp
 from smp import _core
 from smp.partitioning.tracing import trace
 from smp.runtime import pool
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed
+from tests.models.steps import model_outputs
 from tests.ranks import on_ranks
 
 WIDTH = 1024
@@ -45,11 +46,7 @@ def wrapped() -> smp.DistributedModel:
     return distributed(net, {"": 0, "far": 1})
 
 
-@smp.step
-def train(model, x):
-    y = model(x)
-    model.backward(y.square().mean())
-    return y
+train = smp.step(model_outputs)
 
 
 def in_use_on_both() -> list[int]:
@@ -169,16 +166,6 @@ class Trouble(Exception):
     pass
 
 
-class Refuses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise Trouble
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_failed_step_leaves_nothing_in_the_pool(phase):
@@ -188,13 +175,14 @@ def test_a_failed_step_leaves_nothing_in_the_pool(phase):
     train(model, torch.randn(4 * SAMPLES, WIDTH))
     calls = []
 
+    def refuse(gradient):
+        raise Trouble
+
     def fail_later(module, inputs, output):
         calls.append(None)
         if len(calls) < 3:
             return output
-        if phase == "forward":
-            raise Trouble
-        return Refuses.apply(output)
+        return refuse(output) if phase == "forward" else in_backward(output, refuse)
 
     hook = model.module.far.register_forward_hook(fail_later)
     for _ in range(3):

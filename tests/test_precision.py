@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.precision.loss_scale import LossScale
+from tests.models.partition import distributed
 from tests.models.trained import assert_same, snapshot
 from tests.ranks import on_ranks
 from tests.reference.whole_job import own
@@ -493,9 +494,7 @@ class Wide(nn.Module):
 def test_a_module_that_refuses_half_is_named():
     smp.init({"bf16": True, "pipeline_parallel_degree": 2})
     module = nn.Sequential(nn.Linear(3, 3), Wide(), nn.Linear(3, 3))
-    for path, rank in {"": 0, "0": 0, "1": 1, "2": 1}.items():
-        smp.set_partition(module.get_submodule(path), rank)
-    model = smp.DistributedModel(module)
+    model = distributed(module, [0, 1, 1])
     with pytest.raises(RuntimeError) as caught:
         smp.step(lambda model, x: model(x))(model, torch.ones(2, 3))
     notes = "".join(getattr(caught.value, "__notes__", []))

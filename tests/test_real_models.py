@@ -17,9 +17,15 @@ from transformers import DynamicCache, ReformerConfig, ReformerModelWithLMHead
 from transformers.modeling_outputs import BaseModelOutput
 
 import smp
+from tests.models.partition import distributed
 from tests.models.real import REAL, Real
 from tests.ranks import on_ranks
-from tests.reference.compare import assert_same_bits, assert_same_outputs, gradients
+from tests.reference.compare import (
+    assert_close,
+    assert_same_bits,
+    assert_same_outputs,
+    gradients,
+)
 from tests.reference.cut_loop import cut_loop, without_state
 
 MICROBATCHES = 2
@@ -72,8 +78,7 @@ class Pair:
         assert {request.rank for request in want.requests} == set(range(smp.pp_size()))
         outputs = [by_microbatch(got, i) for i in range(self.microbatches)]
         assert_same_outputs(outputs, want.outputs)
-        mine = {name: p.grad for name, p in self.model.local_named_parameters()}
-        assert_same_bits(mine, gradients(self.reference))
+        assert_same_bits(gradients(self.model), gradients(self.reference))
         buffers = dict(self.reference.named_buffers())
         assert_same_bits(dict(self.model.local_named_buffers()), buffers)
         return got
@@ -132,10 +137,7 @@ def test_a_reversible_model_equals_the_plain_one(there):
         )
     ).double()
     plain = copy.deepcopy(net)
-    if there is not None:
-        smp.set_partition(net, 0)
-        smp.set_partition(net.reformer.get_submodule(there), 1)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {} if there is None else {"": 0, f"reformer.{there}": 1})
 
     @smp.step
     def step(model, ids):
@@ -149,9 +151,7 @@ def test_a_reversible_model_equals_the_plain_one(there):
     want = sum(losses) / MICROBATCHES
     want.backward()
     torch.testing.assert_close(got, want.detach())
-    its = dict(plain.named_parameters())
-    for name, parameter in model.local_named_parameters():
-        torch.testing.assert_close(parameter.grad, its[name].grad, atol=1e-10, rtol=0)
+    assert_close(gradients(model), gradients(plain), relative=1e-10)
 
 
 OPTIMIZERS = {

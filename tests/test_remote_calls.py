@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import smp
 from smp import _core, marks
 from smp.modules import remote_modules
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed, partition_by_path
+from tests.models.steps import mean_square
 from tests.ranks import on_ranks
 from tests.reference.compare import (
     assert_close,
@@ -88,7 +89,7 @@ class Run:
         torch.manual_seed(seed)
         cut = cut_loop(step, self.cut, batch, **self.options)
         assert torch.equal(state, torch.get_rng_state())
-        mine = {name: p.grad for name, p in self.model.local_named_parameters()}
+        mine = gradients(self.model)
         if bits:
             assert_same_bits(mine, gradients(self.cut))
         count = range(self.options["microbatches"])
@@ -257,17 +258,9 @@ def test_of_a_column_of_a_large_tensor_the_column_alone_is_sent(by):
         large[1][:, 3] = y.detach()
         return y + 0, large[1][:, 3]
 
-    class InColumn(torch.autograd.Function):
-        """Gives its gradient as a column."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            large[0][:, 3] = gradient
-            return large[0][:, 3]
+    def as_a_column(gradient):
+        large[0][:, 3] = gradient
+        return large[0][:, 3]
 
     net = nn.Sequential(Column())
     model = distributed(net, {"": 0, "0": 1})
@@ -278,7 +271,7 @@ def test_of_a_column_of_a_large_tensor_the_column_alone_is_sent(by):
         out = model.module[0](large[0][:, 3] if by == "argument" else x)
         y, same = out if by == "result" else (out, out)
         if by == "gradient":
-            y = InColumn.apply(y)
+            y = in_backward(y, as_a_column)
         model.backward((y * x).sum())
         return same
 
@@ -459,13 +452,20 @@ def test_a_checkpoint_around_calls_keeps_none_of_their_graphs(way, reentrant, sc
         assert not any(activation() is not None for activation in ACTIVATIONS)
 
 
-@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "results": [], "alive": []})
-def Kept(self, x):
-    """Notes how many of its results are still there, each kept by its graph."""
+@module_of(
+    lambda kept: {
+        "linear": nn.Linear(WIDTH, WIDTH),
+        "kept": kept,
+        "results": [],
+        "alive": [],
+    }
+)
+def NotesResults(self, x):
+    """Notes how many of its results are still there, each ``kept`` by its graph or not."""
     self.alive.append(sum(result() is not None for result in self.results))
     y = self.linear(x)
     self.results.append(weakref.ref(y))
-    return y.square().sum()
+    return y.square().sum() if self.kept else y
 
 
 @on_ranks(2)
@@ -476,7 +476,7 @@ def test_a_call_whose_result_is_dropped_keeps_no_graph_on_the_other_rank():
         model.backward(model.module.far(x))
         return {}
 
-    run = Run(Kept(), microbatches=1, active_microbatches=1)
+    run = Run(NotesResults(kept=True), microbatches=1, active_microbatches=1)
     far = run.model.module.far
     for _ in range(2):
         far.alive.clear()
@@ -484,15 +484,6 @@ def test_a_call_whose_result_is_dropped_keeps_no_graph_on_the_other_rank():
 
     if smp.pp_rank() == 1:
         assert len(far.alive) == 9 and max(far.alive) <= 1
-
-
-@module_of(lambda: {"linear": nn.Linear(WIDTH, WIDTH), "results": [], "alive": []})
-def Returned(self, x):
-    """Notes how many of its results are still there, none kept by its graph."""
-    self.alive.append(sum(result() is not None for result in self.results))
-    y = self.linear(x)
-    self.results.append(weakref.ref(y))
-    return y
 
 
 @on_ranks(2)
@@ -503,7 +494,7 @@ def test_a_result_does_not_stay_on_the_rank_that_sent_it():
         model.backward(x.square().sum())
         return {"x": x}
 
-    run = Run(Returned(), microbatches=1, active_microbatches=1)
+    run = Run(NotesResults(kept=False), microbatches=1, active_microbatches=1)
     run.check(step, rows(2))
     if smp.pp_rank() == 1:
         assert len(run.model.module.far.alive) >= 4 and max(run.model.module.far.alive) == 0
@@ -684,8 +675,7 @@ def test_a_full_backward_hook_sees_the_gradients_of_what_a_pre_hook_made(
     for microbatch, values in mine.items():
         _, *expected = seen[microbatch]
         assert_close(dict(enumerate(values)), dict(enumerate(expected)), relative=1e-12)
-    owned = {name: p.grad for name, p in run.model.local_named_parameters()}
-    assert_close(owned, gradients(run.plain), relative=1e-12)
+    assert_close(gradients(run.model), gradients(run.plain), relative=1e-12)
 
 
 class Plain:
@@ -739,8 +729,7 @@ def test_what_a_pre_hook_sets_is_its_microbatchs_beside_a_full_backward_hook(sch
     for seed in range(2):
         smp.step(step)(run.model, rows(7, seed))
         without_any_loop(step, run.plain, rows(7, seed))
-        owned = {name: p.grad for name, p in run.model.local_named_parameters()}
-        assert_close(owned, gradients(run.plain), relative=1e-12)
+        assert_close(gradients(run.model), gradients(run.plain), relative=1e-12)
 
 
 @on_ranks(2)
@@ -760,16 +749,11 @@ def test_a_full_backward_hook_beside_a_pre_hook_that_replaces_is_refused_at_a_ga
     far.register_full_backward_hook(lambda *args: None)
     far.register_forward_pre_hook(lambda module, args: None)
 
-    def step(model, x):
-        out = model.module.far(model.module.near(x))
-        model.backward(out.square().mean())
-        return {"out": out}
-
     run = Run(far)
-    run.check(step, rows(7))
+    run.check(train, rows(7))
     run.model.module.far.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     with pytest.raises(NotImplementedError, match="module 'far', on pp_rank 1, has a full"):
-        smp.step(step)(run.model, rows(7))
+        smp.step(train)(run.model, rows(7))
 
 
 @on_ranks(2)
@@ -778,14 +762,9 @@ def test_a_full_backward_hook_beside_a_pre_hook_that_replaces_is_refused_at_a_ga
 )
 @pytest.mark.parametrize("late", ["", "after the partition", "on a new one"])
 def test_a_hook_on_a_parameters_sum_is_refused(ranks, late):
-    def step(model, x):
-        out = model.module.far(model.module.near(x))
-        model.backward(out.square().mean())
-        return {"out": out}
-
     run = Run(nn.Linear(WIDTH, WIDTH))
     if late:
-        run.check(step, rows(7))
+        run.check(train, rows(7))
     if late == "on a new one":
         for net in (run.model.module, run.cut, run.plain):
             net.far.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=net.near.weight.dtype))
@@ -793,11 +772,11 @@ def test_a_hook_on_a_parameters_sum_is_refused(ranks, late):
         weight = run.model.module.far.weight
         handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(NotImplementedError, match="parameter 'far.weight' has a register_post"):
-        smp.step(step)(run.model, rows(7))
+        smp.step(train)(run.model, rows(7))
     if smp.pp_rank() in ranks:
         handle.remove()
     if late:
-        run.check(step, rows(7))
+        run.check(train, rows(7))
 
 
 def refused(*args):
@@ -872,8 +851,7 @@ def test_full_backward_hooks_see_each_microbatch_once(place, which, replaces):
     assert len(mine) == len(got) == (0 if smp.pp_rank() else len(want))
     for key, values in got.items():
         assert_close(dict(enumerate(values)), dict(enumerate(want[key])), relative=1e-12)
-    owned = {name: p.grad for name, p in run.model.local_named_parameters()}
-    assert_close(owned, gradients(run.plain), relative=1e-12)
+    assert_close(gradients(run.model), gradients(run.plain), relative=1e-12)
 
 
 @on_ranks(2)
@@ -923,8 +901,6 @@ def test_forward_hooks_that_are_always_called_hear_of_a_forward_that_fails():
     torch.manual_seed(0)
     net = Catching()
     plain = copy.deepcopy(net)
-    smp.set_partition(net, 0)
-    smp.set_partition(net.far, 1)
     heard: list = []
 
     def refuses(module, args, output):
@@ -943,7 +919,7 @@ def test_forward_hooks_that_are_always_called_hear_of_a_forward_that_fails():
             always_call=True,
         )
         far.register_forward_hook(refuses, always_call=True)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "far": 1})
     step = smp.step(lambda model, x: model(x))
     with torch.no_grad(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -972,8 +948,6 @@ def test_a_hook_that_is_always_called_and_raises_is_called_once():
     smp.init({"pipeline_parallel_degree": 2})
     net = Retrying()
     plain = copy.deepcopy(net)
-    smp.set_partition(net, 0)
-    smp.set_partition(net.far, 1)
     calls: list[list] = [[], []]
 
     for far, mine in zip((net.far, plain.far), calls, strict=True):
@@ -984,7 +958,7 @@ def test_a_hook_that_is_always_called_and_raises_is_called_once():
                 raise ValueError("of the hook")
 
         far.register_forward_hook(refuses, always_call=True)
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "far": 1})
     step = smp.step(lambda model, x: model(x))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -1104,28 +1078,18 @@ def ByBoth(self, x):
     return self.near.doubles(self.last(self.near(self.far(x))))
 
 
-def squares(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
-
-
 def equals_a_plain_run(net: nn.Module, there: tuple[str, ...]) -> None:
     """Two steps with smp, the modules of these paths on pp_rank 1, and without."""
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     plain = copy.deepcopy(net)
-    for path, module in net.named_modules():
-        if path in ("", "near") or path in there:
-            smp.set_partition(module, int(path in there))
-    model = smp.DistributedModel(net)
+    model = distributed(net, {"": 0, "near": 0} | dict.fromkeys(there, 1))
     for seed in range(2):
-        losses = smp.step(squares)(model, rows(4, seed)).outputs
+        losses = smp.step(mean_square)(model, rows(4, seed)).outputs
         for part, loss in zip(rows(4, seed).split(2), losses, strict=True):
             want = plain(part).square().mean()
             (want / 2).backward()
             assert torch.allclose(loss, want, rtol=1e-12)
-    mine = {name: p.grad for name, p in model.local_named_parameters()}
-    assert_close(mine, gradients(plain), relative=1e-12)
+    assert_close(gradients(model), gradients(plain), relative=1e-12)
     owners = {model.get_module_partition(path) for path in there}
     assert owners == {1}
 
@@ -1151,7 +1115,7 @@ def test_a_module_that_owns_nothing_stays_where_it_is_pinned(owner):
     smp.set_partition(doubles, owner)
     Doubles.ran_on.clear()
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
-    smp.step(squares)(distributed(net, {"far": 1, "near": 0}), rows(4))
+    smp.step(mean_square)(distributed(net, {"far": 1, "near": 0}), rows(4))
     calls = 4 * 2  # of two microbatches; pp_rank 0 has traced one more
     assert len(Doubles.ran_on) == (calls if smp.pp_rank() == owner else 0) + (
         4 if smp.pp_rank() == 0 else 0
@@ -1292,7 +1256,7 @@ def test_a_call_of_another_rank_by_a_thread_of_the_script_says_so():
     smp.set_partition(net.far, 0)
     smp.set_partition(net.far.parts[1], 1)
     with pytest.raises(RuntimeError, match=r"'far.parts.1' runs on pp_rank 1 .* by a thread"):
-        smp.step(squares)(smp.DistributedModel(net), rows(4))
+        smp.step(mean_square)(smp.DistributedModel(net), rows(4))
 
 
 @on_ranks(2)
@@ -1426,17 +1390,14 @@ def test_a_module_prepared_for_quantization_aware_training():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
     net = Middle(prepared_for_quantization())
     plain = copy.deepcopy(net)
-    model = distributed(
-        net, {path: int(path.startswith("far")) for path, _ in net.named_modules()}
-    )
+    model = distributed(net, partition_by_path(net, {"far": 1}))
     for seed in range(2):
         x = rows(4, seed).float()
-        (loss,) = smp.step(squares)(model, x).outputs
+        (loss,) = smp.step(mean_square)(model, x).outputs
         want = plain(x).square().mean()
         want.backward()
         assert torch.allclose(loss, want)
-    mine = {name: p.grad for name, p in model.local_named_parameters()}
-    assert_close(mine, {n: g for n, g in gradients(plain).items() if n in mine}, relative=1e-6)
+    assert_close(gradients(model), gradients(plain), relative=1e-6)
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -1449,4 +1410,4 @@ def test_a_script_module_is_refused_by_its_path(within):
     model = smp.DistributedModel(Middle(far).double())
     said = rf"'{path}' is a torch.jit.ScriptModule .Linear"
     with pytest.raises(NotImplementedError, match=said):
-        smp.step(squares)(model, rows(4))
+        smp.step(mean_square)(model, rows(4))

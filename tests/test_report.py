@@ -117,10 +117,11 @@ def test_a_report_needs_no_model():
 # ------------------------------------------------------------------------------- picture
 
 
-def boxes(path):
+def boxes(report, folder):
     """By module path: x, width and fill of its box, from the drawn file."""
+    report.svg(folder / "p.svg")
     out = {}
-    for group in ElementTree.parse(path).getroot().iter(f"{SVG}g"):
+    for group in ElementTree.parse(folder / "p.svg").getroot().iter(f"{SVG}g"):
         title, rect = group.find(f"{SVG}title").text, group.find(f"{SVG}rect")
         out[title.partition(":")[0]] = (
             float(rect.get("x")),
@@ -134,8 +135,7 @@ def boxes(path):
 
 def test_the_picture_shows_cost_as_width_rank_as_colour_and_depth_as_row(tmp_path):
     report = report_of()
-    report.svg(tmp_path / "p.svg")
-    drawn = boxes(tmp_path / "p.svg")
+    drawn = boxes(report, tmp_path)
 
     costs = dict(zip(report.partition.paths, report.partition.own_costs, strict=True))
     whole = drawn["(root)"][2]
@@ -160,13 +160,6 @@ def test_with_one_rank_the_report_has_all_of_the_model_at_once():
         assert {report.rank_of(path) for path in report.partition.paths} == {0}
         assert report.costs == pytest.approx([1.0])
         smp.step(lambda model, x: model.backward(model(x).sum()))(model, torch.ones(4, 8))
-
-
-def test_a_notebook_shows_the_picture(tmp_path):
-    report = report_of()
-    report.svg(tmp_path / "p.svg")
-
-    assert report._repr_svg_() == (tmp_path / "p.svg").read_text()
 
 
 def test_the_legend_says_cost_and_mean_and_the_fullest_rank_is_not_full():
@@ -196,8 +189,7 @@ def test_the_picture_goes_from_left_to_right_in_execution_order(tmp_path):
                 x = layer(x)
             return self.head(x)
 
-    report_of(Backwards()).svg(tmp_path / "p.svg")
-    drawn = boxes(tmp_path / "p.svg")
+    drawn = boxes(report_of(Backwards()), tmp_path)
     xs = [drawn[f"layers.{i}"][0] for i in range(6)]
     assert xs == sorted(xs, reverse=True)
     assert drawn["embed"][0] < min(xs) and max(xs) < drawn["never_runs"][0]
@@ -210,8 +202,7 @@ def test_a_module_too_thin_to_be_drawn_keeps_its_place(tmp_path):
 
     net = nn.Sequential(*(Thin() for _ in range(200)), nn.Linear(200, 200))
     report = plan(net, torch.ones(2, 200), pipeline_parallel_degree=2, memory_weight=1.0)
-    report.svg(tmp_path / "p.svg")
-    drawn = boxes(tmp_path / "p.svg")
+    drawn = boxes(report, tmp_path)
 
     assert set(drawn) == {"(root)", "200"}  # no other is a pixel wide; all together are
     left, _, width, _, _ = drawn["(root)"]
@@ -220,8 +211,7 @@ def test_a_module_too_thin_to_be_drawn_keeps_its_place(tmp_path):
 
 
 def test_boxes_lie_within_their_parents_and_beside_one_another(tmp_path):
-    report_of(Model(9), pipeline_parallel_degree=4).svg(tmp_path / "p.svg")
-    drawn = boxes(tmp_path / "p.svg")
+    drawn = boxes(report_of(Model(9), pipeline_parallel_degree=4), tmp_path)
     for path, (x, y, width, _, _) in drawn.items():
         parent = drawn[path.rpartition(".")[0] or "(root)"]
         assert parent[0] - 0.02 <= x and x + width <= parent[0] + parent[2] + 0.02
@@ -237,6 +227,7 @@ def test_the_picture_stands_alone_and_follows_the_colour_scheme(tmp_path):
 
 
 def test_a_picture_takes_the_place_of_another_one(tmp_path):
+    """... and is what a notebook shows."""
     path = tmp_path / "p.svg"
     report_of(Model(9)).svg(path)
     report_of().svg(path)
@@ -247,8 +238,7 @@ def test_names_are_escaped(tmp_path):
     model = nn.Sequential()
     model.add_module("<&>", nn.Linear(100, 100))
     report = plan(model, torch.zeros(1, 100), pipeline_parallel_degree=1)
-    report.svg(tmp_path / "p.svg")
-    assert "<&>" in boxes(tmp_path / "p.svg")
+    assert "<&>" in boxes(report, tmp_path)
 
 
 def test_neighbouring_ranks_have_colours_of_their_own():

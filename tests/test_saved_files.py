@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import smp
-from tests.models.trained import Run, init
+from tests.models.trained import Run, init, trained
 from tests.ranks import on_ranks
 from tests.test_checkpoints import KINDS, listed, save
 
@@ -39,9 +39,7 @@ ERRORS = {
 @KINDS
 def test_an_error_of_what_is_saved_is_one_on_every_rank_with_or_without_text(partial, tmp_path):
     """Nothing is left of the checkpoint, and the next one is saved."""
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
+    run = trained("sgd")
     for told, error in ERRORS.items():
         kind, text = smp.CheckpointError, f"on rank 0: .*{told}"
         if smp.rank() == 0:
@@ -62,9 +60,7 @@ def test_a_rank_that_fails_between_what_ranks_do_together_keeps_its_own_error(
     tmp_path, monkeypatch
 ):
     """The others meet another call than theirs; where it began is the cause."""
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
+    run = trained("sgd")
     own = LookupError("mine")
 
     def fail(*_, **__):
@@ -132,9 +128,7 @@ def odd_strides() -> list[torch.Tensor]:
 @on_ranks(2)
 def test_single_elements_with_odd_strides_are_saved_whole(tmp_path):
     """In an optimizer's state, which is gathered tensor by tensor."""
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
+    run = trained("sgd")
     odd = odd_strides()
     for parameter in run.model.local_parameters():
         run.optimizer.state[parameter]["odd"] = odd[smp.rank()]
@@ -152,9 +146,7 @@ def test_full_checkpoints_are_translated_unless_told_not_to(tmp_path):
     def renamed(old: str, new: str):
         return lambda states: {name.replace(old, new): v for name, v in states.items()}
 
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
+    run = trained("sgd")
     functions = smp.state.module_manager.translate_functions
     functions.append((renamed("first", "1st"), renamed("1st", "first")))
     functions.append((renamed("1st", "theirs"), renamed("theirs", "1st")))

@@ -1,8 +1,6 @@
 """Saving where something fails meanwhile: files, the file system, a rank."""
 
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +9,8 @@ import pytest
 
 import smp
 from smp.saving import saved_files
-from tests.models.trained import Run, init
-from tests.ranks import on_ranks, rank_environment
+from tests.models.trained import Run, trained
+from tests.ranks import on_ranks, python
 from tests.test_checkpoints import KINDS, listed, save
 
 
@@ -30,9 +28,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 @contextmanager
 def nothing_is_left(path: Path, partial: bool) -> Iterator[Run]:
     """In the block a save fails: "old" stays as it was, and "new" can be saved after it."""
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
+    run = trained("sgd")
     save(run, path, "old", partial)
     smp.barrier()
     before = {name: (path / name).read_bytes() for name in listed(path)}
@@ -95,13 +91,8 @@ def test_a_full_file_system_is_said_and_leaves_no_half_file(tmp_path):
         "print(os.listdir('.'), smp.load('small', partial=False)['w'].numel())\n"
     )
     mount = f'mount -t tmpfs -o size=1m none "{tmp_path}" && cd "{tmp_path}" && exec "$0" "$@"'
-    done = subprocess.run(
-        ["unshare", "--mount", "--map-root-user"]
-        + ["sh", "-c", mount, sys.executable, "-c", script],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
+    done = python(
+        "-c", script, before=["unshare", "--mount", "--map-root-user", "sh", "-c", mount]
     )
 
     assert done.returncode == 0, done.stderr

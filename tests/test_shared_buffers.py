@@ -10,6 +10,7 @@ from torch import nn
 import smp
 from tests.models.modules import module_of
 from tests.models.partition import distributed
+from tests.models.steps import mean_square
 from tests.ranks import on_ranks
 
 
@@ -46,15 +47,23 @@ class Net(nn.Module):
         return x
 
 
-@smp.step
-def step(model, x):
-    loss = model(x).square().mean()
-    model.backward(loss)
-    return loss
+step = smp.step(mean_square)
 
 
 def init():
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 1})
+
+
+def trained_as_plain(net, wrap=smp.DistributedModel) -> smp.DistributedModel:
+    """The model after steps; their losses, and its state, are the plain module's."""
+    plain = copy.deepcopy(net)
+    model = wrap(net)
+    x = torch.randn(4, 64)
+    for _ in range(3):
+        got, want = step(model, x).reduce_mean(), plain(x).square().mean()
+        torch.testing.assert_close(got, want.detach())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    return model
 
 
 @on_ranks(2)
@@ -62,12 +71,7 @@ def init():
 def test_what_changes_it_is_on_one_rank(what):
     init()
     net = Net(what)
-    plain = copy.deepcopy(net)
-    model = smp.DistributedModel(net)
-    x = torch.randn(4, 64)
-    for _ in range(3):
-        got, want = step(model, x).reduce_mean(), plain(x).square().mean()
-        torch.testing.assert_close(got, want.detach())
+    model = trained_as_plain(net)
 
     ranks = [model.get_module_partition(m) for m in (net, net.first, net.second)]
     if what == "apart":
@@ -114,13 +118,7 @@ class Set(Net):
 def test_what_sets_one_is_on_its_rank_or_is_an_error():
     init()
     net = Set("apart")
-    plain = copy.deepcopy(net)
-    model = smp.DistributedModel(net)
-    x = torch.randn(4, 64)
-    for _ in range(3):
-        got, want = step(model, x).reduce_mean(), plain(x).square().mean()
-        torch.testing.assert_close(got, want.detach())
-    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    model = trained_as_plain(net)
     assert model.get_module_partition(net) == model.get_module_partition(net.second)
 
 
@@ -187,14 +185,7 @@ def Passing(self, x):
 @pytest.mark.parametrize("to", ["its module", "another"])
 def test_one_that_is_passed_on_is_its_modules_own(how, to):
     init()
-    net = Passing(how, to)
-    plain = copy.deepcopy(net)
-    model = pinned_apart(net)
-    x = torch.randn(4, 64)
-    for _ in range(3):
-        got, want = step(model, x).reduce_mean(), plain(x).square().mean()
-        torch.testing.assert_close(got, want.detach())
-    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+    trained_as_plain(Passing(how, to), pinned_apart)
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 
 import pytest
@@ -11,7 +10,7 @@ from packaging.version import Version
 
 import smdistributed.modelparallel.exceptions
 import smp
-from tests.ranks import rank_environment
+from tests.ranks import python
 
 ROOT = "smdistributed.modelparallel"
 FROM_SCRIPTS = [
@@ -94,13 +93,7 @@ def test_what_scripts_import_is_the_same_object(module, name, real):
 
 
 def in_a_new_process(source: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = python("-c", source)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

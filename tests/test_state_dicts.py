@@ -22,6 +22,7 @@ from tests.models.trained import (
     rank_of,
     snapshot,
     train_step,
+    trained,
 )
 from tests.ranks import on_ranks
 
@@ -91,21 +92,6 @@ def test_only_rank_0_gets_a_full_dict_that_is_gathered_to_it():
 
 
 @on_ranks(2)
-def test_state_of_an_optimizer_that_is_no_parameters_is_in_the_full_dict():
-    init(2)
-    run = Run("sgd")
-    run.train(0, 1)
-    run.optimizer.optimizer.state["calls"] = {"number": 3}
-
-    full = run.optimizer.state_dict()
-
-    assert full["state"]["calls"] == {"number": 3}
-    assert sorted(k for k in full["state"] if k != "calls") == list(
-        range(len(full["state"]) - 1)
-    )
-
-
-@on_ranks(2)
 def test_a_partial_dict_holds_what_the_rank_owns():
     init(2)
     run = Run("sgd")
@@ -157,26 +143,6 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, partial, when)
 
 
 @on_ranks(2)
-@EVERY_OPTIMIZER
-def test_the_full_optimizer_state_continues_on_the_plain_model(name):
-    """Indices are those of the user's groups: it loads into the plain optimizer."""
-    init(2)
-    run, plain = Run(name), PlainRun(name)
-    run.train(0, 3)
-    plain.train(0, 3)
-    assert_same(run.optimizer.state_dict(), plain.optimizer.state_dict())
-
-    continued = PlainRun(name, seed=9)
-    continued.model.load_state_dict(run.model.state_dict())
-    continued.optimizer.load_state_dict(snapshot(run.optimizer.state_dict()))
-    continued.scheduler.load_state_dict(run.scheduler.state_dict())
-    continued.train(3, 5)
-    plain.train(3, 5)
-
-    assert_same(continued.model.state_dict(), plain.model.state_dict())
-
-
-@on_ranks(2)
 def test_a_state_from_before_the_wrapping_is_each_owners_alone():
     """What a rank still has of parameters that went to another one is not the state's."""
     init(2)
@@ -217,9 +183,7 @@ def test_a_state_that_waited_for_the_partition_is_loaded_once():
 
 @on_ranks(2)
 def test_optimizer_state_is_kept_for_the_parameters_of_this_rank_alone():
-    init(2)
-    run = Run("adamw")
-    run.train(0, 1)
+    run = trained("adamw")
     local = {id(p) for p in run.model.local_parameters()}
     numbered = [p for group in run.optimizer.param_groups for p in group["params"]]
     mine = [number for number, p in enumerate(numbered) if id(p) in local]
@@ -234,9 +198,7 @@ def test_optimizer_state_is_kept_for_the_parameters_of_this_rank_alone():
 
 @on_ranks(2)
 def test_the_older_names_of_an_optimizers_state_do_the_same():
-    init(2)
-    run = Run("adamw")
-    run.train(0, 1)
+    run = trained("adamw")
     older = run.optimizer.save_optimizer_backcompat(gather_if_shard=False)
     assert_same(older, run.optimizer.local_state_dict())
 

@@ -12,6 +12,7 @@ from torch import nn
 import smp
 from smp import _core
 from tests.models.modules import module_of
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.test_chains import Blocks
 from tests.test_remote_calls import Run, rows
@@ -68,10 +69,8 @@ def started(**config):
     plain.load_state_dict(net.state_dict())
     if smp.tp_size() > 1:
         smp.set_tensor_parallelism(net.blocks[2].up)
-    smp.set_partition(net, 0)
-    for at, block in enumerate(net.blocks):
-        smp.set_partition(block, at // 2)
-    return smp.DistributedModel(net, broadcast_buffers=False), net, plain
+    owners = {"": 0} | {f"blocks.{at}": at // 2 for at in range(len(net.blocks))}
+    return distributed(net, owners, broadcast_buffers=False), net, plain
 
 
 @smp.step

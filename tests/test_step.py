@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 import smp
 from smp import _core
 from smp.runtime import thread_state
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.compare import (
@@ -65,20 +65,6 @@ def modes() -> dict[str, Any]:
     }
 
 
-class Noted(torch.autograd.Function):
-    """The identity; its backward notes the modes that it runs in."""
-
-    @staticmethod
-    def forward(ctx, x, notes):
-        ctx.notes = notes
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.notes.append(modes())
-        return gradient, None
-
-
 class Layer(nn.Linear):
     """A layer that notes, on the rank where it runs, the modes it runs in."""
 
@@ -92,7 +78,7 @@ class Layer(nn.Linear):
         if smp.is_tracing():
             return y
         self.notes.append(modes() | {"dtype": y.dtype, "graph": y.requires_grad})
-        return Noted.apply(y, self.backward_notes)
+        return in_backward(y, lambda _: self.backward_notes.append(modes()))
 
 
 @module_of(lambda: {"there": Layer(), "back": Layer()})
@@ -188,8 +174,7 @@ def test_outputs_of_microbatches_make_those_of_the_batch(rows, microbatches):
         assert type(out["rows"]) is list and out["rows"] == sizes
         assert [len(part) for part in out["y"]] == sizes and len(out["y"]) == count
         assert out["y"][-1] is out["y"].outputs[count - 1]
-        mine = {name: p.grad for name, p in model.local_named_parameters()}
-        assert_close(mine, gradients(reference), 1e-12)
+        assert_close(gradients(model), gradients(reference), 1e-12)
 
 
 @on_ranks(1, 2)
@@ -513,8 +498,7 @@ def test_modules_of_every_rank_run_in_the_callers_modes(outer):
                 assert notes == (want[name] if there else []), f"{where}: {name}"
                 notes.clear()
                 want[name].clear()
-            mine = {name: p.grad for name, p in model.local_named_parameters()}
-            assert_same_bits(mine, gradients(reference))
+            assert_same_bits(gradients(model), gradients(reference))
 
 
 class Counting(TorchFunctionMode):
@@ -598,8 +582,7 @@ def test_what_is_frozen_between_steps_gets_no_gradient_until_it_is_thawed():
             loss = reference(x).pow(2).mean()
             if loss.requires_grad:
                 loss.backward()
-            mine = {name: p.grad for name, p in model.local_named_parameters()}
-            assert_close(mine, gradients(reference), 1e-12)
+            assert_close(gradients(model), gradients(reference), 1e-12)
 
 
 class Draws(nn.Linear):
@@ -669,8 +652,7 @@ def test_gradients_of_each_backward_of_a_microbatch_are_summed_by_themselves():
         step(model, x)
         cut_loop(several_backwards, reference, (x,), rank_of=rank_of, microbatches=2)
 
-        mine = {name: p.grad for name, p in model.local_named_parameters()}
-        assert_same_bits(mine, gradients(reference))
+        assert_same_bits(gradients(model), gradients(reference))
 
 
 class Kept(torch.autograd.Function):
@@ -716,20 +698,6 @@ def test_a_graph_whose_backward_never_came_is_gone_after_the_step():
     Kept.graphs.clear()
 
 
-class CallsBackward(torch.autograd.Function):
-    """Its backward calls ``model.backward``."""
-
-    @staticmethod
-    def forward(ctx, x, model):
-        ctx.model = model
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.model.backward(torch.ones((), requires_grad=True))
-        return gradient, None
-
-
 @on_ranks(2)
 def test_a_backward_in_a_backward_is_an_error_and_the_next_step_works():
     model, _ = make(2, microbatches=2)
@@ -737,7 +705,8 @@ def test_a_backward_in_a_backward_is_an_error_and_the_next_step_works():
 
     @smp.step
     def nested(model, x):
-        model.backward(CallsBackward.apply(model(x).sum(), model))
+        other = torch.ones((), requires_grad=True)
+        model.backward(in_backward(model(x).sum(), lambda _: model.backward(other)))
 
     with pytest.raises(RuntimeError, match="model.backward\\(\\) was called inside a backward"):
         nested(model, x)

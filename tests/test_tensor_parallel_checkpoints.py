@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import smp
 from smp.slicing.slices import slices_of
+from tests.models.steps import own_loss
 from tests.models.trained import assert_same, snapshot, two_groups
 from tests.ranks import call_on_ranks, on_ranks
 from tests.reference.whole_job import assert_near, in_float64
@@ -100,14 +101,7 @@ class Run:
         self.model = smp.DistributedModel(MODELS[kind]())
         adamw = torch.optim.AdamW(two_groups(self.model), lr=0.01, weight_decay=0.1)
         self.optimizer = smp.DistributedOptimizer(adamw)
-
-        @smp.step
-        def step(model: Any, ids: Tensor) -> Tensor:
-            loss = model(ids)
-            model.backward(loss)
-            return loss
-
-        self._step = step
+        self._step = smp.step(own_loss)
 
     def train(self, first: int, end: int) -> list[Tensor]:
         """The losses of these steps."""

@@ -46,13 +46,6 @@ CASES = [
 EACH = pytest.mark.parametrize(("name", "attention"), CASES)
 
 
-def assert_same_state(job: WholeJob) -> dict[str, Tensor]:
-    whole = job.model.state_dict()
-    for key, value in job.plain.state_dict().items():
-        assert_near(whole[key], value, key)
-    return whole
-
-
 def equals_the_plain_model(
     monkeypatch: pytest.MonkeyPatch, name: str, attention: str, **config: Any
 ) -> None:
@@ -63,7 +56,7 @@ def equals_the_plain_model(
     wanted = {path % layer for layer in (0, 1) for path in FAMILIES[name].split}
     assert {one.path for one in job.model._smp_split if not one.reason} == wanted
     job.run(4, max_norm=0.3)
-    made(name, attn_implementation=attention).load_state_dict(assert_same_state(job))
+    made(name, attn_implementation=attention).load_state_dict(job.check_state())
 
 
 @EACH
@@ -211,7 +204,7 @@ def test_adapted_linears_of_a_region_are_split_with_it(name, prescaled, monkeypa
     for linear in job.net.modules():
         if isinstance(linear, nn.Linear):
             assert linear.weight.shape == (linear.out_features, linear.in_features)
-    assert_same_state(job.run(2, max_norm=0.3))
+    job.run(2, max_norm=0.3).check_state()
 
 
 @on_ranks(2, timeout_s=120)

@@ -21,8 +21,9 @@ MICROBATCHES = 3
 PIPELINES = pytest.mark.parametrize("pipeline", [1, 2])
 
 
-def begin(pipeline: int, **config: Any) -> None:
-    """``smp.init`` of 4 ranks in pairs; in a pipeline with delays."""
+def begin(pipeline: int = 1, same: bool = False, **config: Any) -> None:
+    """``smp.init`` of 4 ranks in pairs, which have the ``same`` samples or own ones; in a
+    pipeline with delays."""
     if pipeline > 1:
         rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
         os.environ["SMP_JITTER"] = str(11 + rank)  # csrc/common/jitter.h
@@ -30,7 +31,7 @@ def begin(pipeline: int, **config: Any) -> None:
         {
             "tensor_parallel_degree": 2,
             "pipeline_parallel_degree": pipeline,
-            "microbatches": MICROBATCHES,
+            "prescaled_batch": same,
             **config,
         }
     )
@@ -62,7 +63,7 @@ def uneven(batch: Batch) -> Batch:
 def test_microbatches_of_a_family(name, pipeline, monkeypatch):
     """Mixtral's loss is not a mean over samples: each microbatch has its own."""
     families.compute_in_float64(monkeypatch, name)
-    begin(pipeline)
+    begin(pipeline, microbatches=MICROBATCHES)
 
     def batch(rank: int, step: int) -> families.Batch:
         return families.batch_of(name, rank, step, samples_of(rank))
@@ -77,5 +78,5 @@ def test_microbatches_of_a_family(name, pipeline, monkeypatch):
 @on_ranks(4, timeout_s=120)
 def test_microbatches_of_a_language_model(kind, optimize, pipeline):
     """Its loss is a mean over the labels that count: microbatches have few or many."""
-    begin(pipeline, optimize=optimize)
+    begin(pipeline, microbatches=MICROBATCHES, optimize=optimize)
     transformer.check_lm(kind, batch=uneven(transformer.texts(kind)))

@@ -31,7 +31,7 @@ from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.backward import gradients, unused_collectives
 from smp.tensor_parallel.rows import assumed_sizes
 from smp.tensor_parallel.splits import replacement
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.ranks import on_ranks
 from tests.reference.whole_job import (
     WholeJob,
@@ -249,9 +249,7 @@ def test_linears_and_embeddings_by_themselves():
     )
     assert net.hidden.weight.size(1) == blocks.get_local_channels(10)
     job.run(3, max_norm=0.01)
-    whole = job.model.state_dict()
-    for name, value in job.plain.state_dict().items():
-        assert_near(whole[name], value, name)
+    job.check_state()
 
 
 @on_ranks(2)
@@ -1149,24 +1147,14 @@ def test_a_rank_may_leave_out_what_others_use_of_other_stages(stages):
     job.check_parameters()
 
 
-class Recomputing(torch.autograd.Function):
-    """Notes whether a collective of its backward would be in a chain."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: list[bool]) -> Tensor:
-        ctx.seen = seen
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        with torch.enable_grad():
-            ctx.seen.append(collective_chain.is_carried())
-        return gradient, None
-
-
 def test_a_call_within_another_has_a_chain_of_its_own():
     """The other's goes on behind it."""
     seen: list[bool] = []
+
+    def computes_again(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            seen.append(collective_chain.is_carried())
+
     x = torch.ones(2, requires_grad=True)
     token = collective_chain._Join.apply(torch.zeros((), requires_grad=True))
     assert not collective_chain.is_carried()
@@ -1176,7 +1164,7 @@ def test_a_call_within_another_has_a_chain_of_its_own():
             assert collective_chain.is_carried() and collective_chain.joined() is None
             with torch.no_grad():
                 assert not collective_chain.is_carried()
-            Recomputing.apply(x, seen).sum().backward()
+            in_backward(x, computes_again).sum().backward()
             collective_chain.take(token)
         assert collective_chain.is_carried() and collective_chain.joined() is token
     assert not collective_chain.is_carried() and collective_chain.joined() is None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import smp
 from smp.nn import utils as blocks
 from tests.models.modules import module_of
+from tests.models.steps import mean_square
 from tests.ranks import on_ranks
 from tests.reference.whole_job import assert_near, in_float64, split_over_all_ranks
 
@@ -362,11 +363,7 @@ def test_state_that_was_made_before_the_wrap_is_cut_like_its_parameter():
     model = smp.DistributedModel(net)
     optimizer = smp.DistributedOptimizer(optimizer)
 
-    @smp.step
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
+    step = smp.step(mean_square)
 
     for _ in range(2):
         optimizer.zero_grad()

@@ -5,7 +5,6 @@ in float64.
 """
 
 import functools
-import os
 from typing import Any
 
 import pytest
@@ -17,28 +16,13 @@ from tests import test_distributed_transformer as transformer
 from tests import test_tensor_parallel_losses as losses
 from tests.models import families
 from tests.ranks import on_ranks
-from tests.reference.whole_job import Batch, Loss, WholeJob, assert_near
+from tests.reference.whole_job import Batch, Loss, WholeJob
 from tests.test_tensor_parallel import next_token_loss, small_gpt2, tokens
-from tests.test_tensor_parallel_microbatches import MICROBATCHES, uneven
+from tests.test_tensor_parallel_microbatches import MICROBATCHES, begin, uneven
 
 SAMPLES = pytest.mark.parametrize("same", [False, True], ids=["own samples", "same samples"])
 PIPELINES = pytest.mark.parametrize("pipeline", [1, 2], ids=["replicas", "stages"])
 OPTIMIZE = pytest.mark.parametrize("optimize", ["speed", "memory", "channels"])
-
-
-def begin(pipeline: int = 1, same: bool = False, **config: Any) -> None:
-    """``smp.init`` of TP_GROUPs of 2 ranks; in a pipeline with delays."""
-    if pipeline > 1:
-        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-        os.environ["SMP_JITTER"] = str(23 + rank)  # csrc/common/jitter.h
-    smp.init(
-        {
-            "tensor_parallel_degree": 2,
-            "pipeline_parallel_degree": pipeline,
-            "prescaled_batch": same,
-            **config,
-        }
-    )
 
 
 def rdp_of(dp_rank: int) -> int:
@@ -52,9 +36,7 @@ def fed(batch: Batch, same: bool) -> Batch:
 
 def check(net: nn.Module, loss: Loss, batch: Batch, same: bool, **options: Any) -> None:
     job = WholeJob(net, loss, fed(batch, same), **options).run(2, max_norm=0.1)
-    whole = job.model.state_dict()
-    for name, value in job.plain.state_dict().items():
-        assert_near(whole[name], value, name)
+    job.check_state()
 
 
 @SAMPLES

@@ -19,6 +19,7 @@ import smp
 from tests.models import families
 from tests.models.modules import module_of
 from tests.models.partition import distributed
+from tests.models.steps import model_outputs
 from tests.ranks import on_ranks
 from tests.reference.whole_job import WholeJob, assert_near, split_over_all_ranks
 
@@ -208,15 +209,8 @@ def test_a_leaf_of_a_users_class_whose_values_are_made_later():
         net = net_of(Threefold, LinearBounded, True)
     model = distributed(net, {"inner": 1})
     assert [one.reason for one in model._smp_split] == [""] * 3
-
-    @smp.step
-    def step(model: nn.Module, ids: Tensor) -> Tensor:
-        out = model(ids)
-        model.backward(out.square().mean())
-        return out
-
     ids = ids_of(smp.dp_rank(), 0, False)[0]
-    assert_near(step(model, ids).concat(), plain(ids), "logits")
+    assert_near(smp.step(model_outputs)(model, ids).concat(), plain(ids), "logits")
 
 
 # ------------------------------------------------------- modules of families that are changed

@@ -109,9 +109,7 @@ def check(kind: str, **config: Any) -> WholeJob:
     assert_near(nn.utils.clip_grad_norm_(job.model.parameters(), 0.02), want, "norm")
     job.check_gradients()
     job.check_parameters()
-    whole = job.model.state_dict()
-    for name, value in job.plain.state_dict().items():
-        assert_near(whole[name], value, name)
+    job.check_state()
     states = job.optimizer.state_dict()["state"]
     for number, moments in job.plain_optimizer.state_dict()["state"].items():
         assert_near(states[number]["exp_avg"], moments["exp_avg"], f"moment of {number}")

@@ -16,6 +16,7 @@ from smp.timeline.summary import summarize
 from smp.timeline.tasks import read_events, working
 from smp.timeline.timeline import as_json
 from smp.timeline.timeline_picture import merged, picture, shade
+from tests.models.partition import distributed
 from tests.ranks import on_ranks
 
 BEGIN, WAIT, GO, END = range(4)
@@ -389,10 +390,8 @@ class Loop(nn.Module):
 def test_a_chain_is_in_the_trace_the_summary_and_the_report(tmp_path):
     smp.init({"pipeline_parallel_degree": 3, "microbatches": 2})
     net = Loop()
-    smp.set_partition(net, 0)
-    for i, block in enumerate(net.blocks):
-        smp.set_partition(block, 1 + i // 2)
-    model = smp.DistributedModel(net)
+    owners = {f"blocks.{i}": 1 + i // 2 for i in range(len(net.blocks))}
+    model = distributed(net, {"": 0, **owners})
 
     @smp.step
     def train(x):

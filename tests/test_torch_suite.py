@@ -5,13 +5,11 @@ a 4 behind those that do so with 4 ranks alone: ``torch_suite.py gloo 4 --native
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import SEEDS, rank_environment
+from tests.ranks import SEEDS, python
 
 pytestmark = pytest.mark.stress
 
@@ -37,13 +35,7 @@ at_ranks = pytest.mark.parametrize("ranks", ["2", "4"] if SEEDS > 1 else ["4"])
 
 def passed(*arguments: str) -> tuple[set[str], int]:
     """The tests that passed, and the number of operations that smddp did."""
-    done = subprocess.run(
-        [sys.executable, HERE / "torch_suite.py", *arguments],
-        env=rank_environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python(HERE / "torch_suite.py", *arguments, timeout_s=600)
     assert done.returncode == 0, done.stderr
     print(done.stderr)
     answer = json.loads(done.stdout.splitlines()[-1])

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smp.partitioning.tracing import trace
 from tests.models.modules import module_of
+from tests.test_tracing_forms import assert_same, run_of
 
 
 @module_of(
@@ -29,10 +30,6 @@ from tests.models.modules import module_of
 def Net(self, x):
     """Two layers called out of order, one of them twice, one never."""
     return self.second(self.act(self.second(self.first(x))))
-
-
-def run_of(model, *args):
-    return lambda: model(*args)
 
 
 def test_order_and_number_of_executions_are_those_of_the_run():
@@ -320,23 +317,6 @@ def state_of(net):
     tensors = ("own", "plain", "slots")
     plain = {k: v for k, v in net.__dict__.items() if k not in tensors}
     return copy.deepcopy(plain), net.plain.clone(), net.slots.clone(), net.own.get_state()
-
-
-def assert_same(a, b):
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    elif isinstance(a, nn.Module):
-        assert_same(a.__dict__, b.__dict__)
-    else:
-        assert a == b
 
 
 def global_random_states():

@@ -398,10 +398,12 @@ def assert_same(got, want):
         assert list(got) == list(want)
         for key in want:
             assert_same(got[key], want[key])
-    elif isinstance(want, (list, collections.deque)):
+    elif isinstance(want, (list, tuple, collections.deque)):
         assert len(got) == len(want)
         for a, b in zip(got, want, strict=True):
             assert_same(a, b)
+    elif isinstance(want, nn.Module):
+        assert_same(got.__dict__, want.__dict__)
     else:
         assert got == want
 

@@ -60,7 +60,6 @@ def test_a_layer_equals_the_plain_one(kind, masks, monkeypatch):
     split_over_all_ranks()
     in_float64(3)
     options = {**SIZES, **LAYERS[kind]}
-    del options["embedding_dropout_prob"]
     cross = options.get("add_cross_attention", False)
     net = Around(smp.nn.DistributedTransformerLayer(**options), cross)
     reference = Around(plain.PlainLayer(**options), cross)
@@ -81,7 +80,6 @@ def test_what_is_attended_to_has_another_length_on_each_rank(optimize):
     split_over_all_ranks()
     in_float64(3)
     options = {**SIZES, "add_cross_attention": True}
-    del options["embedding_dropout_prob"]
     net = Around(smp.nn.DistributedTransformerLayer(**options, optimize=optimize), True)
 
     def batch(rank: int, step: int) -> tuple:
@@ -121,7 +119,6 @@ def test_what_a_layer_keeps_for_its_backward(optimize, states):
     smp.init({"tensor_parallel_degree": 2, "ddp": True, "optimize": optimize})
     options = {**SIZES, **PRE, "causal_mask_size": 64, "num_attention_heads": 4}
     sizes = {"hidden_size": 64, "attention_head_size": 16, "intermediate_size": 256}
-    del options["embedding_dropout_prob"]
     net = smp.nn.DistributedTransformerLayer(**{**options, **sizes})
     model = smp.DistributedModel(nn.Sequential(net))
     hidden = torch.randn(4, 64, 64, requires_grad=True)

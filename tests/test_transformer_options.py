@@ -204,6 +204,11 @@ def test_a_value_that_makes_no_sense_is_named(case):
         smp.nn.DistributedTransformerLMHead(**{**SMALL, **options})
 
 
+def test_an_option_that_does_not_exist_is_named():
+    with pytest.raises(TypeError, match="Layer: got an unexpected.*'heads'"):
+        smp.nn.DistributedTransformerLayer(heads=3)
+
+
 @pytest.mark.parametrize("kind", ["TransformerLayer", "AttentionLayer"])
 def test_one_layer_has_one_window(kind):
     words = r"^smp.nn.DistributedAttentionLayer: window_size=\[2\]: one attention has one"

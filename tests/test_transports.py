@@ -6,7 +6,6 @@ runs over TCP and MPI.
 
 import copy
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from smp.job import bootstrap, transports
 from smp.job.config import ConfigError
 from tests.models.modules import module_of
 from tests.models.partition import distributed
-from tests.ranks import on_ranks, rank_environment
+from tests.ranks import on_ranks, python, rank_environment
 from tests.reference.compare import assert_same_bits, gradients
 from tests.reference.cut_loop import cut_loop
 
@@ -76,8 +75,7 @@ def check_against_the_cut_loop(rows: int) -> None:
             ranks=smp.pp_size(),
             microbatches=3,
         )
-        mine = {name: p.grad for name, p in model.local_named_parameters()}
-        assert_same_bits(mine, gradients(reference))
+        assert_same_bits(gradients(model), gradients(reference))
 
 
 @on_ranks(2)
@@ -374,9 +372,7 @@ def test_ucx_without_its_library_is_refused_and_the_error_says_what_to_install(
         "smp.job.transports.offer(smp.job.bootstrap.Alone(), ('ucx',))\n"
     )
     environment = rank_environment({"SMP_UCX_LIBRARY": str(tmp_path / "none")})
-    ran = subprocess.run(
-        [sys.executable, path], env=environment, capture_output=True, text=True
-    )
+    ran = python(path, env=environment)
 
     assert ran.returncode == 1
     assert "cannot be used here" in ran.stderr and "none: cannot open" in ran.stderr
@@ -394,8 +390,7 @@ def test_an_mpi_that_cannot_serve_says_why(script):
         "    except ImportError as error:\n"
         "        print(error)\n"
     )
-    command, environment = [sys.executable, path], rank_environment()
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    ran = python(path)
 
     idle, single = ran.stdout.splitlines()
     assert "MPI is not running in this process: import mpi4py.MPI first" in idle

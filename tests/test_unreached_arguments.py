@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import smp
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed
 from tests.ranks import on_ranks
 from tests.reference.whole_job import in_float64
@@ -20,18 +20,9 @@ from tests.reference.whole_job import in_float64
 log: list[str] = []
 
 
-class Noted(torch.autograd.Function):
-    """The identity, whose backward writes down that it ran."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        log.append(f"{ctx.name} {gradient.sum().item():.10f}")
-        return gradient, None
+def noted(x: Tensor, name: str) -> Tensor:
+    """The same; its backward writes down that it ran."""
+    return in_backward(x, lambda g: log.append(f"{name} {g.sum().item():.10f}"))
 
 
 @module_of(lambda: {"linear": nn.Linear(6, 6)})
@@ -54,7 +45,7 @@ def Inner(self, x: Tensor, y: Tensor, way: str) -> Tensor | tuple[Tensor, Tensor
 @module_of(lambda: {"inner": Inner(), "linear": nn.Linear(6, 6)})
 def Middle(self, x: Tensor, y: Tensor, way: str) -> Tensor:
     """Between the ranks: what it calls is its caller's rank's again."""
-    out = self.inner(Noted.apply(self.linear(x), "in the middle"), y, way)
+    out = self.inner(noted(self.linear(x), "in the middle"), y, way)
     return out if isinstance(out, Tensor) else sum(out)
 
 
@@ -65,10 +56,10 @@ class Net(nn.Module):
         self.remote = kind()
 
     def forward(self, x: Tensor, way: str) -> Tensor:
-        y = Noted.apply(self.second(x), "y")
+        y = noted(self.second(x), "y")
         y.register_hook(lambda g: log.append(f"hook of y {'none' if g is None else g.sum()}"))
         x = checkpoint(self.first, x * self.third(x), use_reentrant=True)
-        x = Noted.apply(x, "x")
+        x = noted(x, "x")
         x.register_hook(lambda g: log.append(f"hook of x {'none' if g is None else g.sum()}"))
         out = self.remote(x, y, way)
         return out if isinstance(out, Tensor) else sum(out)

@@ -1,10 +1,11 @@
-"""Modules written as their forward alone."""
+"""Modules written as their forward alone, and a step in a backward."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -37,3 +38,24 @@ def module_of(
         return type(forward.__name__, (nn.Module,), attributes)
 
     return make
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[Tensor], Tensor | None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        changed = ctx.call(gradient)
+        return gradient if changed is None else changed, None
+
+
+def in_backward(x: Tensor, call: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """``x``, by a function of autograd whose backward runs ``call``.
+
+    Args:
+        call: gets the gradient, and gives the one that goes on; None: the same.
+    """
+    return _InBackward.apply(x, call)

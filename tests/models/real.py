@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.models.modules import module_of
+from tests.models.steps import own_loss
 
 WORDS = 40  # vocabulary of all models of language
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -450,12 +451,7 @@ class RecurrentLanguageModel(nn.Module):
 
 @_real
 def rnn() -> Real:
-    def step(model: Any, tokens: Tensor) -> Tensor:
-        loss = model(tokens)
-        model.backward(loss)
-        return loss
-
-    return Real(RecurrentLanguageModel(), one_sequence(6), step, ("upper", "dropout"))
+    return Real(RecurrentLanguageModel(), one_sequence(6), own_loss, ("upper", "dropout"))
 
 
 def _mlp(*widths: int) -> nn.Sequential:

@@ -150,6 +150,14 @@ def init(ranks: int) -> None:
     smp.init({"pipeline_parallel_degree": ranks, "microbatches": MICROBATCHES})
 
 
+def trained(name: str, steps: int = 1) -> Run:
+    """A run on two ranks, after so many steps."""
+    init(2)
+    run = Run(name)
+    run.train(0, steps)
+    return run
+
+
 def snapshot(value: Any) -> Any:
     """A copy that later steps do not change."""
     return copy.deepcopy(value)

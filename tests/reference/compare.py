@@ -10,7 +10,9 @@ from tests.reference.objects import map_tensors, tensors_in
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    """Of all parameters; of a model that is distributed, of this rank's."""
+    named = getattr(model, "local_named_parameters", model.named_parameters)
+    return {name: parameter.grad for name, parameter in named()}
 
 
 def assert_same_bits(

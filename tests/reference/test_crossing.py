@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from tests.models.modules import module_of
+from tests.models.modules import in_backward, module_of
 from tests.reference.crossing import copy_with_strides
 from tests.reference.cut_loop import cut_loop
 
@@ -127,20 +127,10 @@ def test_a_cache_is_filled_for_the_caller_with_its_gradient():
 def test_only_gradients_that_are_defined_travel():
     seen = []
 
-    class Notes(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append(gradient)
-            return gradient
-
     def call(remote, x):
         used, unused = remote(x)
         return used.sum()
 
-    run_remote(call, lambda weight, x: (x * weight, Notes.apply(x * weight)))
+    run_remote(call, lambda weight, x: (x * weight, in_backward(x * weight, seen.append)))
 
     assert seen == []

@@ -126,6 +126,13 @@ class WholeJob:
             if buffer.is_floating_point():
                 compare_slice(buffer, buffers[name], buffer, name)
 
+    def check_state(self) -> dict[str, Tensor]:
+        """The model's whole state, which has the reference's values."""
+        whole = self.model.state_dict()
+        for name, value in self.plain.state_dict().items():
+            assert_near(whole[name], value, name)
+        return whole
+
     def step(self, step: int, max_norm: float | None = None) -> None:
         """One whole step with its checks; gradients clipped to a norm, if one is given."""
         self.optimizer.zero_grad()
