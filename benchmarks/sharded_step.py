@@ -61,16 +61,13 @@ def in_smp(shape: tuple[int, int], sharded: bool) -> float:
 def in_ddp(shape: tuple[int, int], sharded: bool) -> float:
     smp.reset()
     smp.init({})
-    model = DistributedDataParallel(
-        net(shape[1]), process_group=smp.get_dp_process_group(), gradient_as_bucket_view=True
-    )
+    model = DistributedDataParallel(net(shape[1]), process_group=smp.get_dp_process_group())
     optimizer = adamw(model.parameters())
     if sharded:
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(),
             torch.optim.AdamW,
             process_group=smp.get_dp_process_group(),
-            parameters_as_bucket_view=True,
             lr=1e-4,
         )
     return seconds(ddp_step, model, optimizer, shape)
