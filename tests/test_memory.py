@@ -1,5 +1,8 @@
 """Spec: memory.md, section 7: the bytes of a rank by kind, and of whom they are told."""
 
+import ctypes
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -103,6 +106,17 @@ def test_holes_of_the_heap_are_pages_that_the_process_has():
     smp.empty_cache()
     assert free >= before + (72 << 20)
     assert smp.memory_report().every[0].holes <= free - (72 << 20)
+
+
+def test_the_heap_of_a_forked_process_is_several_mappings():
+    child = os.fork()
+    if child == 0:
+        blocks = [bytearray(b"x") * 100_000 for _ in range(2000)]
+        del blocks[::2]
+        before = memory._given_back()
+        ctypes.CDLL(None).malloc_trim(0)
+        os._exit(memory._given_back() - before < (64 << 20))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @on_ranks(2)
