@@ -430,6 +430,7 @@ class Reduction:
             bucket.buffer()[part.end :].zero_()
         return part is not None
 
+    @torch.no_grad()
     def _share_among_owners(self) -> None:
         """The owner's tp_rank 0 gives its TP_GROUP the sums of parameters whole on all."""
         group, first = ranks.get_tp_process_group(), ranks.get_tp_group()[0]
