@@ -88,11 +88,11 @@ shut(smp_device_port *port)
     atomic_store(&port->state, PORT_SHUT);
 }
 
-/* The same after a failed trial, here or on another rank; others follow. */
+/* The same after a failed trial of rank `name`, this one or another; others follow. */
 static void
-give_up(smp_device_port *port)
+give_up(smp_device_port *port, int name)
 {
-    atomic_store(&port->own->device->distrusts, 1);
+    atomic_store(&port->own->device->distrusts, (uint32_t)name + 1);
     shut(port);
 }
 
@@ -249,14 +249,15 @@ static void
 distrust(smp_device_port *port, int rank, const char why[SMP_DRIVER_TEXT])
 {
     int its = port->ask.name(port->ask.comm, rank);
+    int own = port->ask.name(port->ask.comm, port->rank);
 
     snprintf(port->why, sizeof(port->why), "trial with rank %d: %.*s", its,
              SMP_DRIVER_TEXT - 40, why);
-    give_up(port);
+    give_up(port, own);
     smp_warn("tensors between the GPUs of this host go through host memory: the way "
              "from the device pool of rank %d to rank %d was tried and cannot be "
              "relied on: %s",
-             its, port->ask.name(port->ask.comm, port->rank), why);
+             its, own, why);
 }
 
 /* Opens the pool of `rank` and tries it.  Returns its state for the own card. */
@@ -321,14 +322,17 @@ void
 smp_device_meet(smp_device_port *port, int rank, int device)
 {
     reader_of *peer = peer_of(port, rank);
+    uint32_t   distrusts;
 
     if (peer == NULL || !is_open(port, device)) {
         return;
     }
-    if (atomic_load(&peer->segment->device->distrusts)) {
-        snprintf(port->why, sizeof(port->why), "a trial failed on rank %d",
-                 port->ask.name(port->ask.comm, rank));
-        give_up(port);
+    distrusts = atomic_load(&peer->segment->device->distrusts);
+    if (distrusts != 0) {
+        int failed = (int)(distrusts - 1);
+
+        snprintf(port->why, sizeof(port->why), "a trial failed on rank %d", failed);
+        give_up(port, failed);
     } else {
         open_pool(port, rank, peer);
     }

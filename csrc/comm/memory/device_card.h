@@ -14,8 +14,8 @@
  * there after a failed trial: it still has the memory.
  *
  * A rank sets `distrusts` after a failed trial, for good.  Others see this before they
- * send to it or open its pool, give up likewise, and set theirs: so a broken path is
- * off for all ranks of the host that send each other tensors.
+ * send to it or open its pool, give up likewise, and set theirs to the same rank: so a
+ * broken path is off for all ranks of the host that send each other tensors.
  *
  * Status  Run by ranks on one shared H100, not yet between two GPUs.
  */
@@ -41,10 +41,11 @@ enum {
 };
 
 typedef struct {
-    _Atomic uint32_t  shown;     /* SMP_POOL_*; the five below are written before it */
-    _Atomic uint32_t  distrusts; /* 1: a trial failed */
-    uint64_t          bytes;     /* of the pool; SMP_TRIAL_BYTES of a pattern follow */
-    uint64_t          seed;      /* of the pattern (common/pattern.h) */
+    _Atomic uint32_t shown;     /* SMP_POOL_*; the five below are written before it */
+    _Atomic uint32_t distrusts; /* 1 + the rank whose trial failed, as messages
+                                name it; 0: none */
+    uint64_t          bytes;    /* of the pool; SMP_TRIAL_BYTES of a pattern follow */
+    uint64_t          seed;     /* of the pattern (common/pattern.h) */
     smp_driver_handle memory;
     smp_driver_handle tried; /* an event: the pattern is there */
     smp_driver_handle
