@@ -141,6 +141,8 @@ class _Counters(TypedDict):
     device_high: int
     device_size: int
     device_why: str  # why there is no device pool, or ""
+    pinned_bytes: int  # of the pool, for tensors of a device
+    pinned_why: str  # why there are no more, or ""
 
 def counters() -> _Counters:
     """The work of the session's comm so far; an empty dict where none is open."""

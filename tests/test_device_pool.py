@@ -82,6 +82,7 @@ def test_results_are_those_of_the_way_through_host_memory(device):
     through_host = train(device, steps=6, comm_device_pool_bytes=0)
     assert _core.counters()["device_tensors"] == 0
     assert "device pool" not in str(smp.comm_report())
+    assert "pinned in the pool: 64.0 MiB" in str(smp.comm_report())
     smp.reset()
 
     got = train(device, steps=6)

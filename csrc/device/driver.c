@@ -29,6 +29,8 @@ static const struct {
     {"cuIpcGetMemHandle", offsetof(smp_driver, memory_export)},
     {"cuIpcOpenMemHandle_v2", offsetof(smp_driver, memory_open)},
     {"cuIpcCloseMemHandle", offsetof(smp_driver, memory_close)},
+    {"cuMemHostRegister_v2", offsetof(smp_driver, host_register)},
+    {"cuMemHostUnregister", offsetof(smp_driver, host_unregister)},
     {"cuStreamCreate", offsetof(smp_driver, stream_create)},
     {"cuStreamDestroy_v2", offsetof(smp_driver, stream_destroy)},
     {"cuStreamWaitEvent", offsetof(smp_driver, stream_wait)},

@@ -32,6 +32,7 @@ enum {
     SMP_DRIVER_EVENT_SHARED = 4,    /* CU_EVENT_INTERPROCESS */
     SMP_DRIVER_OPEN_WITH_PEERS = 1, /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
     SMP_DRIVER_CAPTURE_RELAXED = 2, /* CU_STREAM_CAPTURE_MODE_RELAXED */
+    SMP_DRIVER_HOST_PORTABLE = 1,   /* CU_MEMHOSTREGISTER_PORTABLE */
 };
 
 /* The driver shares memory with other processes in blocks of this size: a smaller
@@ -61,6 +62,8 @@ typedef struct {
     int (*memory_export)(smp_driver_handle *handle, uint64_t at);
     int (*memory_open)(uint64_t *at, smp_driver_handle handle, unsigned flags);
     int (*memory_close)(uint64_t at);
+    int (*host_register)(void *at, size_t bytes, unsigned flags);
+    int (*host_unregister)(void *at);
     int (*stream_create)(void **stream, unsigned flags);
     int (*stream_destroy)(void *stream);
     int (*stream_wait)(void *stream, void *event, unsigned flags);

@@ -33,7 +33,8 @@ class CommReport:
 
     The pool is the shared memory for this rank's large tensors.  A fallback is a tensor that
     did not fit, and went by a slower way.  The device pool is the same in the memory of this
-    rank's GPU, for GPUs of one host; a fallback there went through host memory.
+    rank's GPU, for GPUs of one host; a fallback there went through host memory.  The driver
+    pins the parts of the pool that these tensors take.
     """
 
     rank: int  # global
@@ -47,6 +48,8 @@ class CommReport:
     device_pool_tensors: int = 0
     device_pool_fallbacks: int = 0
     device_pool_why: str = ""  # the reason for having none, in the driver's words
+    pinned_bytes: int = 0  # of the pool, for tensors of the GPU through host memory
+    pinned_why: str = ""  # the reason for pinning no more, in the driver's words
     groups: tuple["GroupUse", ...] = ()  # groups of the backend smddp with this rank
     group_peers: tuple["PeerUse", ...] = ()  # sends, and messages between hosts
     group_pools: tuple["PoolUse", ...] = ()  # one, but for groups beside another backend
@@ -99,6 +102,7 @@ class CommReport:
             *_table(rows),
             _of_pool(self.pool_bytes, self.pool_high, self.pool_blocks, self.pool_fallbacks),
             *self._of_device(),
+            *self._of_pinned(),
         ]
 
     def _of_device(self) -> list[str]:
@@ -112,6 +116,12 @@ class CommReport:
             f"{_mib(self.device_pool_high)} MiB at a time, of "
             f"{_mib(self.device_pool_bytes)} MiB; {through_host}"
         ]
+
+    def _of_pinned(self) -> list[str]:
+        if not self.pinned_bytes and not self.pinned_why:
+            return []
+        why = f"; no more ({self.pinned_why})" if self.pinned_why else ""
+        return [f"pinned in the pool: {_mib(self.pinned_bytes)} MiB{why}"]
 
 
 def comm_report() -> CommReport:
@@ -151,6 +161,8 @@ def comm_report() -> CommReport:
         device_pool_tensors=counters.get("device_tensors", 0),
         device_pool_fallbacks=counters.get("device_fallbacks", 0),
         device_pool_why=counters.get("device_why", ""),
+        pinned_bytes=counters.get("pinned_bytes", 0),
+        pinned_why=counters.get("pinned_why", ""),
         **of_groups,
     )
 

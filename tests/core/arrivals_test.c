@@ -18,6 +18,7 @@ make_block(smp_comm *comm, size_t bytes, smp_block **out)
 }
 
 static const smp_host host = {.block = make_block,
+                              .pinned_block = make_block,
                               .block_data = smp_block_data,
                               .block_bytes = smp_block_bytes,
                               .block_release = smp_block_release,

@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <sys/wait.h>
 
+#include "comm/device/pinned.h"
 #include "comm/device/pool.h"
 #include "comm/memory/device_card.h"
 #include "comm/messaging/neighbour.h"
@@ -648,6 +649,136 @@ DEVICE_TEST(a_trial_waits_for_a_device_that_is_late, .processes = "2")
         receive_y(w, u);
     }
     expect_pools(w, u, "", "");
+}
+
+/* ---------------------------------------------------------- through host memory */
+
+#define HELD 24
+
+static smp_block *
+host_block(world *w, user *u, size_t bytes, stand_in_registered want)
+{
+    smp_block *block;
+
+    CHECK_OK(smp_comm_block_for_device(w->comm, 1 - w->rank, 0, bytes, &block));
+    CHECK(u->stand_in->registered(smp_block_data(block), bytes) == want);
+    return block;
+}
+
+/* x goes to the other rank through pinned memory, or pageable where it is refused here
+ * (`own`) or there (`theirs`). */
+static void
+send_through_host(world *w, user *u, uint64_t seed, size_t bytes,
+                  stand_in_registered own)
+{
+    smp_block *block = host_block(w, u, bytes, own);
+    letter     l = {seed, bytes, 1};
+
+    launch(u, fill_kernel, u->x, bytes, seed);
+    CHECK(u->driver->copy_to_host(smp_block_data(block), u->x, bytes, u->stream) == 0);
+    CHECK_OK(smp_comm_send(w->comm, 1 - w->rank, &l, sizeof(l), &block, 1));
+}
+
+static void
+receive_through_host(world *w, user *u, stand_in_registered theirs)
+{
+    smp_message *message;
+    smp_block   *block;
+    letter       l;
+
+    receive(w, &message, &l);
+    block = smp_message_take_block(message, 0);
+    smp_message_free(message);
+    smp_pinned_use_device(smp_comm_pinned(w->comm), 0);
+    smp_pinned_open(smp_comm_pinned(w->comm), block);
+    CHECK(u->stand_in->registered(smp_block_data(block), l.bytes) == theirs);
+    CHECK(u->driver->copy_from_host(u->y, smp_block_data(block), l.bytes, u->stream) ==
+          0);
+    launch(u, check_kernel, u->y, l.bytes, l.seed);
+    settle(u);
+    smp_block_release(block);
+}
+
+/* Blocks of all sizes, held until the slabs are as large as they may be. */
+DEVICE_TEST(host_memory_of_devices_is_pinned, .processes = "2", .threads = "2")
+{
+    uint64_t       random = (uint64_t)w->rank + 3;
+    size_t         bytes;
+    smp_block     *held[HELD];
+    smp_block     *others;
+    smp_comm_stats stats;
+    smp_pinned_use use;
+
+    for (int i = 0; i < ROUNDS; i++) {
+        bytes = SMP_PINNED_LEAST + next_random(&random) % (LARGEST - SMP_PINNED_LEAST);
+        send_through_host(w, u, (uint64_t)i, bytes, STAND_IN_PINNED);
+        receive_through_host(w, u, STAND_IN_PINNED);
+        CHECK_OK(smp_comm_block(w->comm, 1 - w->rank, bytes, &others));
+        CHECK(u->stand_in->registered(smp_block_data(others), bytes) ==
+              STAND_IN_PAGEABLE);
+        smp_block_release(others);
+    }
+    w->barrier(w); /* all have given back what they had */
+    smp_block_release(host_block(w, u, SMP_PINNED_LEAST - 1, STAND_IN_PAGEABLE));
+    for (int i = 0; i < HELD; i++) {
+        held[i] =
+            host_block(w, u, LARGEST, i < 20 ? STAND_IN_PINNED : STAND_IN_PAGEABLE);
+    }
+    smp_pinned_measure(smp_comm_pinned(w->comm), &use);
+    CHECK(use.bytes == WORLD_POOL / 2 && use.in_use == 20 * LARGEST);
+    CHECK_TEXT(use.why, "");
+    for (int i = 0; i < HELD; i++) {
+        smp_block_release(held[i]);
+    }
+    smp_comm_counters(w->comm, &stats);
+    CHECK(stats.pool_in_use == 0);
+    CHECK(u->right == ROUNDS);
+    w->barrier(w);
+}
+
+/* They arrive in pinned memory of the receiver's. */
+DEVICE_TEST(tensors_of_another_host_are_pinned, .processes = "2", .hosts = "ab")
+{
+    smp_block *held[20]; /* all slabs: no thread finds another one adding one */
+
+    for (int i = 0; i < 20; i++) {
+        held[i] = host_block(w, u, LARGEST, STAND_IN_PINNED);
+    }
+    for (int i = 0; i < 20; i++) {
+        smp_block_release(held[i]);
+    }
+    w->barrier(w);
+    for (int i = 0; i < ROUNDS; i++) {
+        send_through_host(w, u, (uint64_t)i, LARGEST, STAND_IN_PINNED);
+        receive_through_host(w, u, STAND_IN_PINNED);
+    }
+    CHECK(u->right == ROUNDS);
+    w->barrier(w);
+}
+
+/* Rank 0 cannot register its own memory, rank 1 not that of rank 0. */
+DEVICE_TEST(memory_that_cannot_be_pinned_serves_all_the_same, .processes = "2")
+{
+    smp_pinned_use use;
+
+    for (int from = 0; from < 2; from++) {
+        for (int i = 0; i < 3; i++) {
+            if (i == 0 && w->rank == 0) {
+                u->stand_in->fail("cuMemHostRegister_v2", 1, 2);
+            }
+            if (w->rank == from) {
+                send_through_host(w, u, (uint64_t)i, LARGEST,
+                                  from == 0 ? STAND_IN_PAGEABLE : STAND_IN_PINNED);
+            } else {
+                receive_through_host(w, u, STAND_IN_PAGEABLE);
+            }
+        }
+    }
+    smp_pinned_measure(smp_comm_pinned(w->comm), &use);
+    CHECK_TEXT(use.why,
+               w->rank == 0 ? "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY (2)" : "");
+    u->stand_in->fail(NULL, 0, 0);
+    w->barrier(w);
 }
 
 /* --------------------------------------------------------------- one process */

@@ -12,6 +12,7 @@
  *   - memory and events go to other processes by handles of 64 bytes;
  *   - while a stream is captured, allocations and queries of threads that have not said
  *     that they may spoil the capture and fail;
+ *   - a copy from or to a range of the host that is registered in part fails;
  *   - every function can fail, but for those that only tell or undo;
  *   - a test can have it change bytes, or keep events from happening.
  *
@@ -48,6 +49,8 @@ enum {
     SUCCESS = 0,
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
+    ALREADY_REGISTERED = 712,
+    NOT_REGISTERED = 713,
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     INVALID_HANDLE = 400,
@@ -116,7 +119,15 @@ typedef struct {
     pthread_t       thread;
 } stream;
 
+/* A range of the host's memory that is registered. */
+typedef struct range {
+    struct range *next;
+    uintptr_t     at;
+    size_t        bytes;
+} range;
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards all up to held */
+static range          *ranges;
 static memory         *memories;
 static stream         *null_stream;
 static const char     *failing;
@@ -816,6 +827,75 @@ cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *s)
     return SUCCESS;
 }
 
+static stand_in_registered
+registered(const void *at, size_t bytes)
+{
+    const uintptr_t     from = (uintptr_t)at;
+    stand_in_registered found = STAND_IN_PAGEABLE;
+
+    pthread_mutex_lock(&lock);
+    for (const range *r = ranges; r != NULL; r = r->next) {
+        if (from < r->at + r->bytes && r->at < from + bytes) {
+            found = r->at <= from && from + bytes <= r->at + r->bytes
+                        ? STAND_IN_PINNED
+                        : STAND_IN_IN_PART;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+int
+cuMemHostRegister_v2(void *at, size_t bytes, unsigned flags)
+{
+    const size_t page = 4096;
+    range       *r;
+
+    (void)flags;
+    OR_REFUSED(refused_here);
+    if ((uintptr_t)at % page != 0 || bytes % page != 0 || bytes == 0) {
+        return INVALID_VALUE;
+    }
+    if (registered(at, bytes) != STAND_IN_PAGEABLE) {
+        return ALREADY_REGISTERED;
+    }
+    r = malloc(sizeof(*r));
+    if (r == NULL) {
+        return OUT_OF_MEMORY;
+    }
+    *r = (range){.at = (uintptr_t)at, .bytes = bytes};
+    pthread_mutex_lock(&lock);
+    r->next = ranges;
+    ranges = r;
+    pthread_mutex_unlock(&lock);
+    atomic_fetch_add(&living, 1);
+    return SUCCESS;
+}
+
+int
+cuMemHostUnregister(void *at)
+{
+    range *r;
+
+    if (context_depth == 0) {
+        return INVALID_CONTEXT;
+    }
+    pthread_mutex_lock(&lock);
+    for (range **link = &ranges; (r = *link) != NULL; link = &r->next) {
+        if (r->at == (uintptr_t)at) {
+            *link = r->next;
+            break;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    if (r == NULL) {
+        return NOT_REGISTERED;
+    }
+    free(r);
+    atomic_fetch_sub(&living, 1);
+    return SUCCESS;
+}
+
 /* The host's memory may be used again at once, as with the driver's pageable memory. */
 int
 cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *s)
@@ -823,6 +903,9 @@ cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *s)
     void *staged;
 
     OR_REFUSED(refused_here);
+    if (registered(from, bytes) == STAND_IN_IN_PART) {
+        return INVALID_VALUE;
+    }
     staged = malloc(bytes + 1);
     if (staged == NULL) {
         return OUT_OF_MEMORY;
@@ -844,6 +927,9 @@ cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *given)
     stream *s = stream_of(given);
 
     OR_REFUSED(refused_here);
+    if (registered(to, bytes) == STAND_IN_IN_PART) {
+        return INVALID_VALUE;
+    }
     put_work(s, (work){.kind = WORK_COPY,
                        .to = to,
                        .from = (const void *)(uintptr_t)from,
@@ -1020,5 +1106,6 @@ alive(void)
     return atomic_load(&living);
 }
 
-const stand_in_table stand_in = {fail,  failed,        hold,        launch,   set_drain,
-                                 alive, begin_capture, end_capture, misbehave};
+const stand_in_table stand_in = {fail,      failed,    hold,          launch,
+                                 set_drain, alive,     begin_capture, end_capture,
+                                 misbehave, registered};

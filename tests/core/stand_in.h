@@ -7,6 +7,7 @@
 #define SMP_TESTS_STAND_IN_H
 
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 /* Runs on a stream, as a kernel does. */
@@ -18,6 +19,13 @@ typedef enum {
     STAND_IN_SPOILS_BYTES, /* a copy between devices changes a byte */
     STAND_IN_LATE_EVENTS,  /* records are not done, until it is sound again */
 } stand_in_fault;
+
+/* How much of a range of the host's memory is registered, all in one piece. */
+typedef enum {
+    STAND_IN_PAGEABLE,
+    STAND_IN_IN_PART,
+    STAND_IN_PINNED
+} stand_in_registered;
 
 typedef struct {
     /* The call number `nth` from now (1: the next) of the function `name` (NULL: of any
@@ -49,6 +57,8 @@ typedef struct {
 
     /* From now on, or (STAND_IN_IS_SOUND) no longer. */
     void (*misbehave)(stand_in_fault fault);
+
+    stand_in_registered (*registered)(const void *at, size_t bytes);
 } stand_in_table;
 
 /* The symbol's name is "stand_in". */

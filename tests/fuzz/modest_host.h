@@ -38,9 +38,10 @@ make_block(smp_comm *comm, size_t bytes, smp_block **out)
 
 /* Designated initializers of an smp_host. */
 #define MODEST_HOST                                                                    \
-    .size = 2, .block = make_block, .block_data = smp_block_data,                      \
-    .block_bytes = smp_block_bytes, .block_release = smp_block_release,                \
-    .message = make_message, .message_free = smp_message_free
+    .size = 2, .block = make_block, .pinned_block = make_block,                        \
+    .block_data = smp_block_data, .block_bytes = smp_block_bytes,                      \
+    .block_release = smp_block_release, .message = make_message,                       \
+    .message_free = smp_message_free
 
 static volatile uint8_t sink;
 

@@ -347,7 +347,7 @@ smp_arena_create(smp_segment *segment, smp_arena **out)
 {
     const smp_arena_ground ground = {
         .states = segment->states,
-        .nslots = segment->nslots,
+        .nslots = segment->arena_slots,
         .bytes = segment->arena_bytes,
         .memory = segment->arena,
     };

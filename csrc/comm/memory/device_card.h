@@ -17,6 +17,9 @@
  * send to it or open its pool, give up likewise, and set theirs to the same rank: so a
  * broken path is off for all ranks of the host that send each other tensors.
  *
+ * The card shows the slabs of the owner's arena for tensors on their way through host
+ * memory, too (comm/device/pinned.h): each is written before `nslabs` counts it, once.
+ *
  * Status  Run by ranks on one shared H100, not yet between two GPUs.
  */
 #ifndef SMP_COMM_MEMORY_DEVICE_CARD_H
@@ -30,6 +33,10 @@
 /* The most tensors in a pool at a time; each has an event of its own. */
 #define SMP_DEVICE_SPANS 512u
 
+/* The most slabs, and blocks in each at a time. */
+#define SMP_PINNED_SLABS 16u
+#define SMP_PINNED_SLOTS 1024u
+
 enum { SMP_POOL_NONE = 0, SMP_POOL_SHOWN, SMP_POOL_WITHDRAWN };
 
 enum {
@@ -39,6 +46,12 @@ enum {
     SMP_READER_REFUSED,
     SMP_READER_CLOSED
 };
+
+/* A part of the arena. */
+typedef struct {
+    uint64_t offset;
+    uint64_t bytes;
+} smp_pinned_slab;
 
 typedef struct {
     _Atomic uint32_t shown;     /* SMP_POOL_*; the five below are written before it */
@@ -51,7 +64,9 @@ typedef struct {
     smp_driver_handle
                      events[SMP_DEVICE_SPANS]; /* written before the slot's first use */
     _Atomic uint32_t states[SMP_DEVICE_SPANS]; /* SMP_SLOT_* */
-    _Atomic uint32_t pools[];                  /* by rank: SMP_READER_* of this rank */
+    _Atomic uint32_t nslabs;
+    smp_pinned_slab  slabs[SMP_PINNED_SLABS];
+    _Atomic uint32_t pools[]; /* by rank: SMP_READER_* of this rank */
 } smp_device_card;
 
 #endif

@@ -63,7 +63,8 @@ shape(int ranks, size_t arena_bytes)
     atomic_init(&segment->references, 1);
     segment->fd = -1;
     segment->nrings = ranks;
-    segment->nslots = slots_for(arena_bytes);
+    segment->arena_slots = slots_for(arena_bytes);
+    segment->nslots = segment->arena_slots + SMP_PINNED_SLABS * SMP_PINNED_SLOTS;
     segment->arena_bytes = pages(arena_bytes);
     segment->bytes = PAGE + pages(segment->nslots * sizeof(uint32_t)) +
                      pages((size_t)ranks * sizeof(smp_ring)) +

@@ -41,7 +41,8 @@ typedef struct smp_segment {
     smp_doorbell      *doorbell; /* this and all below: into the mapping */
     _Atomic uint32_t  *states;
     uint32_t           nslots;
-    smp_ring          *rings; /* rings[r]: from rank r to the owner */
+    uint32_t           arena_slots; /* the first ones; the others are its slabs' */
+    smp_ring          *rings;       /* rings[r]: from rank r to the owner */
     int                nrings;
     smp_control_block *controls; /* SMP_CONTROL_BLOCKS */
     smp_device_card   *device;

@@ -105,6 +105,25 @@ host_block(smp_comm *comm, size_t bytes, smp_block **out)
     return SMP_OK;
 }
 
+static smp_status
+host_pinned_block(smp_comm *comm, size_t bytes, smp_block **out)
+{
+    uint32_t   slot;
+    uint64_t   offset;
+    smp_status status;
+
+    if (!smp_pinned_take(comm->pinned, bytes, &slot, &offset)) {
+        return host_block(comm, bytes, out);
+    }
+    status = smp_block_shared(comm->segment, slot, offset, bytes, out);
+    if (status != SMP_OK) {
+        atomic_store(&comm->segment->states[slot], SMP_SLOT_FREE);
+        return status;
+    }
+    atomic_fetch_add_explicit(&comm->pool_blocks, 1, memory_order_relaxed);
+    return SMP_OK;
+}
+
 static void
 host_moved(smp_comm *comm)
 {
@@ -186,6 +205,7 @@ fill_host(smp_comm *comm, const char *interface)
         .segment = comm->segment,
         .interface = interface,
         .block = host_block,
+        .pinned_block = host_pinned_block,
         .block_data = smp_block_data,
         .block_bytes = smp_block_bytes,
         .block_release = smp_block_release,
@@ -264,7 +284,8 @@ smp_comm_create(const smp_comm_config *config, smp_comm **out)
         &(smp_device_peers){comm, smp_comm_neighbour, smp_comm_gone, smp_comm_left,
                             smp_comm_name},
         comm->segment, comm->rank, comm->size, config->device_pool_bytes);
-    if (comm->device == NULL) {
+    comm->pinned = smp_pinned_create(comm->segment, comm->arena);
+    if (comm->device == NULL || comm->pinned == NULL) {
         status = SMP_ERR_NO_MEMORY;
         goto err_destroy;
     }
@@ -377,6 +398,7 @@ smp_comm_destroy(smp_comm *comm)
     smp_endpoints_destroy(&comm->endpoints); /* 3. close the ways to the peers */
     smp_inbox_fini(&comm->inbox);            /* 4. no other thread sees the rest now */
     smp_post_fini(&comm->post);
+    smp_pinned_destroy(comm->pinned);
     smp_arena_destroy(comm->arena);
     smp_segment_unref(comm->segment);
     smp_loop_fini(&comm->loop);
@@ -424,14 +446,17 @@ void
 smp_comm_keep(smp_comm *comm, const void *address, size_t bytes, smp_user *users, int n,
               uint64_t last)
 {
-    uintptr_t from = (uintptr_t)comm->segment->arena;
-    uintptr_t at = (uintptr_t)address;
+    uintptr_t  from = (uintptr_t)comm->segment->arena;
+    uintptr_t  at = (uintptr_t)address;
+    uint64_t   offset = at - from;
+    smp_arena *slab;
 
-    if (users == NULL || at < from || at - from >= comm->segment->arena_bytes) {
+    if (users == NULL || at < from || offset >= comm->segment->arena_bytes) {
         smp_user_forget(users, n);
         return;
     }
-    smp_arena_keep(comm->arena, at - from, bytes, users, n, last);
+    slab = smp_pinned_slab_at(comm->pinned, &offset);
+    smp_arena_keep(slab != NULL ? slab : comm->arena, offset, bytes, users, n, last);
 }
 
 void
@@ -446,13 +471,15 @@ smp_comm_expect(smp_comm *comm, uint64_t bytes)
 void
 smp_comm_counters(smp_comm *comm, smp_comm_stats *out)
 {
-    smp_arena_use use;
+    smp_arena_use  use;
+    smp_pinned_use pinned;
 
+    smp_pinned_measure(comm->pinned, &pinned); /* first: slabs only become more */
     smp_arena_measure(comm->arena, &use);
     *out = (smp_comm_stats){
         .pool_blocks = atomic_load(&comm->pool_blocks),
         .pool_fallbacks = atomic_load(&comm->pool_fallbacks),
-        .pool_in_use = use.in_use,
+        .pool_in_use = use.in_use - pinned.taken + pinned.in_use,
         .pool_high = use.high,
         .pool_made = use.made,
         .pool_size = use.size,
@@ -478,6 +505,12 @@ smp_device_port *
 smp_comm_device(smp_comm *comm)
 {
     return comm->device;
+}
+
+smp_pinned *
+smp_comm_pinned(smp_comm *comm)
+{
+    return comm->pinned;
 }
 
 smp_post *

@@ -94,6 +94,11 @@ void smp_comm_expect(smp_comm *comm, uint64_t bytes);
  * error: the block then travels by a slower way, and is counted. */
 smp_status smp_comm_block(smp_comm *comm, int dest, size_t bytes, smp_block **out);
 
+/* The same for the bytes of a tensor on device number `device`: pinned where it can be
+ * (comm/device/pinned.h).  One thread at a time. */
+smp_status smp_comm_block_for_device(smp_comm *comm, int dest, int device, size_t bytes,
+                                     smp_block **out);
+
 /* Queues a message.  Copies `bytes`; takes the blocks.  Never waits for the receiver:
  * when its queue is full, the message waits in this process.
  * SMP_ERR_PEER_LOST; SMP_ERR_CLOSED: it ended in order, or this is a forked child;

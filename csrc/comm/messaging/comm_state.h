@@ -7,6 +7,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "comm/device/pinned.h"
 #include "comm/device/port.h"
 #include "comm/memory/arena.h"
 #include "comm/memory/segment.h"
@@ -35,6 +36,7 @@ struct smp_comm {
     smp_segment     *segment;    /* owned: one reference */
     smp_arena       *arena;      /* owned */
     smp_device_port *device;     /* owned */
+    smp_pinned      *pinned;     /* owned */
     smp_loop         loop;
     smp_host         host;
     smp_card        *card; /* owned */

@@ -56,6 +56,20 @@ smp_comm_block(smp_comm *comm, int dest, size_t bytes, smp_block **out)
 }
 
 smp_status
+smp_comm_block_for_device(smp_comm *comm, int dest, int device, size_t bytes,
+                          smp_block **out)
+{
+    smp_status status = check_dest(comm, dest);
+
+    if (status != SMP_OK) {
+        return status;
+    }
+    smp_pinned_use_device(comm->pinned, device);
+    return bytes < SMP_PINNED_LEAST ? smp_comm_block(comm, dest, bytes, out)
+                                    : comm->host.pinned_block(comm, bytes, out);
+}
+
+smp_status
 smp_comm_send(smp_comm *comm, int dest, const void *bytes, size_t nbytes,
               smp_block *const *blocks, size_t nblocks)
 {

@@ -13,6 +13,7 @@
 
 typedef struct smp_comm        smp_comm;
 typedef struct smp_device_port smp_device_port;
+typedef struct smp_pinned      smp_pinned;
 
 /* The rank's shared memory, also this rank's own; false: it is not mapped here.  A
  * connected comm. */
@@ -37,6 +38,9 @@ smp_post *smp_comm_post(smp_comm *comm);
 
 /* The port of tensors into and out of this rank's device (comm/device/port.h). */
 smp_device_port *smp_comm_device(smp_comm *comm);
+
+/* Host memory pinned for that device (comm/device/pinned.h). */
+smp_pinned *smp_comm_pinned(smp_comm *comm);
 
 /* Whether a waiter may keep its core from others: each rank of this host has one. */
 bool smp_comm_spins(const smp_comm *comm);

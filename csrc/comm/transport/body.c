@@ -89,7 +89,7 @@ fill(const smp_host *host, smp_message *message, const void *body, size_t left)
         if (size > SMP_BODY_INLINE) {
             continue;
         }
-        status = host->block(host->comm, size, &message->blocks[i]);
+        status = host->pinned_block(host->comm, size, &message->blocks[i]);
         if (status != SMP_OK) {
             return status;
         }

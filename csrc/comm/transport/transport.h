@@ -17,7 +17,7 @@
 #include "common/status.h"
 
 /* Changes with every change of the two tables. */
-#define SMP_TRANSPORT_ABI 10
+#define SMP_TRANSPORT_ABI 11
 
 typedef struct smp_comm smp_comm;
 
@@ -48,6 +48,10 @@ typedef struct {
     /* Memory for a block, in the own arena or (counted) in private memory.  Any
      * thread.  SMP_ERR_NO_MEMORY. */
     smp_status (*block)(smp_comm *comm, size_t bytes, smp_block **out);
+
+    /* The same, pinned where this rank has a device (comm/device/pinned.h): for tensors
+     * of devices, and for blocks of other hosts' ranks. */
+    smp_status (*pinned_block)(smp_comm *comm, size_t bytes, smp_block **out);
     void *(*block_data)(const smp_block *block);
     size_t (*block_bytes)(const smp_block *block);
     void (*block_release)(smp_block *block);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/device/pinned.h"
 #include "comm/device/port.h"
 #include "comm/messaging/neighbour.h"
 #include "common/clock.h"
@@ -439,6 +440,7 @@ py_counters(PyObject *module, PyObject *unused)
 {
     smp_comm_stats stats;
     smp_device_use device;
+    smp_pinned_use pinned;
     int            left = 0;
 
     (void)module;
@@ -451,8 +453,9 @@ py_counters(PyObject *module, PyObject *unused)
     }
     smp_comm_counters(smp_the_session.comm, &stats);
     smp_device_measure(smp_comm_device(smp_the_session.comm), &device);
+    smp_pinned_measure(smp_comm_pinned(smp_the_session.comm), &pinned);
     return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i,s:i,s:K,s:K,s:K,s:K,s:K,s:K,s:s}",
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i,s:i,s:K,s:K,s:K,s:K,s:K,s:K,s:s,s:K,s:s}",
         "messages", stats.messages, "bytes", stats.bytes, "pool_blocks",
         stats.pool_blocks, "pool_fallbacks", stats.pool_fallbacks, "pool_in_use",
         stats.pool_in_use, "pool_high", stats.pool_high, "pool_made", stats.pool_made,
@@ -460,7 +463,8 @@ py_counters(PyObject *module, PyObject *unused)
         smp_comm_lost(smp_the_session.comm), "device_tensors", device.tensors,
         "device_bytes", device.bytes, "device_fallbacks", device.fallbacks,
         "device_in_use", device.in_use, "device_high", device.high, "device_size",
-        device.size, "device_why", device.why);
+        device.size, "device_why", device.why, "pinned_bytes", pinned.bytes,
+        "pinned_why", pinned.why);
 }
 
 /* peers() -> [(transport or None, messages sent, bytes sent), ...] by pp_rank */

@@ -1,6 +1,7 @@
 /* PyTorch's streams and memory for the device pool, by DLPack. */
 #include "python/values/device.h"
 
+#include "comm/device/pinned.h"
 #include "comm/device/port.h"
 #include "comm/messaging/neighbour.h"
 #include "python/values/rank_names.h"
@@ -112,6 +113,12 @@ err_release:
     return NULL;
 }
 
+void
+smp_device_pin(smp_comm *comm, const smp_block *block)
+{
+    smp_pinned_open(smp_comm_pinned(comm), block);
+}
+
 int
 smp_device_seen(smp_comm *comm, int source, PyObject *tensor)
 {
@@ -121,6 +128,7 @@ smp_device_seen(smp_comm *comm, int source, PyObject *tensor)
         return -1;
     }
     if (smp_device_is_drivers(t.device)) {
+        smp_pinned_use_device(smp_comm_pinned(comm), t.device.id);
         smp_device_meet(smp_comm_device(comm), source, t.device.id);
     }
     return 0;

@@ -31,6 +31,10 @@ int smp_device_pack(smp_comm *comm, int dest, const dl_tensor *t, uint64_t bytes
 PyObject *smp_device_unpack(smp_comm *comm, int source, smp_block *block,
                             const smp_tensor_meta *meta);
 
+/* A block out of host memory is about to be copied to this rank's device: pinned, if it
+ * can be. */
+void smp_device_pin(smp_comm *comm, const smp_block *block);
+
 /* `tensor` came from `source` through host memory: the next one need not. */
 int smp_device_seen(smp_comm *comm, int source, PyObject *tensor);
 

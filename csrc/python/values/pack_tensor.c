@@ -33,7 +33,7 @@ add_block(smp_pack *pack, smp_block *block, smp_tensor_meta *meta)
 
 /* A block for the tensor, owned by the pack. */
 static smp_block *
-make_block(smp_pack *pack, smp_tensor_meta *meta)
+make_block(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta)
 {
     smp_block *block;
     smp_status status;
@@ -41,7 +41,10 @@ make_block(smp_pack *pack, smp_tensor_meta *meta)
     if (smp_array_reserve(&pack->blocks, pack->nblocks, &pack->block_room) < 0) {
         return NULL;
     }
-    status = smp_comm_block(pack->comm, pack->dest, (size_t)meta->bytes, &block);
+    status = smp_device_is_drivers(t->device)
+                 ? smp_comm_block_for_device(pack->comm, pack->dest, t->device.id,
+                                             (size_t)meta->bytes, &block)
+                 : smp_comm_block(pack->comm, pack->dest, (size_t)meta->bytes, &block);
     if (status == SMP_ERR_CLOSED || status == SMP_ERR_PEER_LOST) {
         (void)smp_pack_raise_unsent(pack, status);
         return NULL;
@@ -66,7 +69,7 @@ put_bytes(smp_pack *pack, const dl_tensor *t, smp_tensor_meta *meta)
     if (pack->comm == NULL || meta->bytes <= SMP_VALUE_INLINE) {
         return put_inside(pack, t->data, meta);
     }
-    block = make_block(pack, meta);
+    block = make_block(pack, t, meta);
     if (block == NULL) {
         return -1;
     }
@@ -133,7 +136,7 @@ put_device_bytes(smp_pack *pack, PyObject *tensor, const dl_tensor *t,
         return done ? 0 : -1;
     }
     if (pack->comm != NULL) {
-        block = make_block(pack, meta);
+        block = make_block(pack, t, meta);
         if (block == NULL) {
             return -1;
         }

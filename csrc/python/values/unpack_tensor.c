@@ -129,6 +129,7 @@ make_device_tensor(smp_unpack *unpack, const smp_tensor_meta *meta,
             row = smp_device_unpack(comm, unpack->message->source, block, meta);
             return lay_out(smp_registry.stage_placed, row, meta, shape, strides);
         }
+        smp_device_pin(comm, block);
         row = smp_tensor_wrap_span(meta, smp_block_data(block), release_block, block);
     } else {
         row = smp_tensor_copy_span(meta, unpack->data + meta->place);

@@ -76,8 +76,8 @@ smp_mpi_head_read(const smp_host *host, int rank, const void *bytes, size_t n,
     }
     for (size_t i = 0; i < h.nblocks && status == SMP_OK; i++) {
         if (message->blocks[i] == NULL) {
-            status =
-                host->block(host->comm, smp_body_size(body, i), &message->blocks[i]);
+            status = host->pinned_block(host->comm, smp_body_size(body, i),
+                                        &message->blocks[i]);
         }
     }
     if (status != SMP_OK) {

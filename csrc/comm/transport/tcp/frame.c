@@ -302,8 +302,8 @@ begin_block(smp_tcp_reader *reader)
 {
     size_t i = reader->block;
 
-    if (reader->host->block(reader->host->comm, (size_t)reader->sizes[i],
-                            &reader->message->blocks[i]) != SMP_OK) {
+    if (reader->host->pinned_block(reader->host->comm, (size_t)reader->sizes[i],
+                                   &reader->message->blocks[i]) != SMP_OK) {
         return SMP_SOCKET_NO_MEMORY;
     }
     return SMP_SOCKET_MORE;

@@ -203,7 +203,7 @@ new_incoming(smp_ucx_peer *p, const smp_ucx_am *head, size_t n)
     i->head = *head;
     i->bytes = n;
     if (is_block(head)) {
-        if (host->block(host->comm, n, &i->block) != SMP_OK) {
+        if (host->pinned_block(host->comm, n, &i->block) != SMP_OK) {
             free(i);
             return NULL;
         }
@@ -254,7 +254,7 @@ copy_in(smp_ucx_peer *p, const smp_ucx_am *head, const void *data, size_t n)
     smp_block      *block = NULL;
 
     if (is_block(head)) {
-        if (host->block(host->comm, n, &block) != SMP_OK) {
+        if (host->pinned_block(host->comm, n, &block) != SMP_OK) {
             smp_ucx_blame(p, SMP_ERR_NO_MEMORY);
             return;
         }
