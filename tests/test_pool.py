@@ -14,6 +14,8 @@ import smp
 from smp import _core
 from smp.partitioning.tracing import trace
 from smp.runtime import pool
+from tests import accelerator
+from tests.devices import DEVICES, use
 from tests.models.modules import in_backward, module_of
 from tests.models.partition import distributed
 from tests.models.steps import model_outputs
@@ -82,6 +84,21 @@ def test_after_the_first_step_the_pool_is_large_enough_and_no_larger():
     sent = [(messages, size) for _, messages, size in _core.peers()]
     assert sent[smp.pp_rank()] == (0, 0)
     assert tuple(map(sum, zip(*sent, strict=True))) == (last["messages"], last["bytes"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_no_pages_are_made_ahead_for_tensors_of_a_device(device):
+    if device == accelerator.NAME:
+        accelerator.use_driver()
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 8, "comm_pool_bytes": 64 << 20})
+    on = use(device)
+    model = distributed(Chain().to(on), {"": 0, "far": 1})
+    for _ in range(2):
+        train(model, torch.randn(256 * SAMPLES, WIDTH).to(on))  # 16 MiB
+
+    counters = _core.counters()
+    assert counters["pool_made"] <= counters["pool_high"] + (4 << 20)
 
 
 @on_ranks(2)

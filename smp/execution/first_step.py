@@ -111,9 +111,10 @@ def partition_models(
     _core.trim_heap()
     if rt.home is not None:
         device_placement.trim(rt.home)
-    rt.expected_in_pool += pools[rt.pp_rank]
-    _core.expect_in_pool(rt.expected_in_pool)
     core_tables.install(rt)
+    if not rt.staging.on_device():
+        rt.expected_in_pool += pools[rt.pp_rank]
+        _core.expect_in_pool(rt.expected_in_pool)
     for member in data_parallel.members_of(models):
         member.broadcast()
     for one in models:

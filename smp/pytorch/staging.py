@@ -60,6 +60,10 @@ class Staging:
         devices = dict.fromkeys(tensor.device for tensor in tensors)
         self._homes = [device for device in devices if device.type not in ("cpu", "meta")]
 
+    def on_device(self) -> bool:
+        """Whether arriving tensors go to an accelerator, and their memory back at once."""
+        return bool(self._homes)
+
     def _home(self) -> torch.device | None:
         device = torch.accelerator.current_accelerator(check_available=True)
         if device is None or not self._homes:
