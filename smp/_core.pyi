@@ -546,9 +546,10 @@ class Group:
     def is_on_one_host(self) -> bool:
         """Whether all members share memory."""
 
-    def use(self) -> tuple[int, int, int, int, bool, int, int, str]:
+    def use(self) -> tuple[int, int, int, int, bool, int, int, int, str]:
         """Operations, their bytes, messages and bytes to other hosts, whether members read each
-        other's memory.  Then operations between devices, their bytes, and the reason for none.
+        other's memory.  Then operations between devices, their bytes, those with tensors read
+        where they lie, and the reason for none.
         """
 
     def close(self) -> None:

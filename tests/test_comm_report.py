@@ -47,7 +47,7 @@ def test_the_pool_of_a_device_or_why_there_is_none(device, said):
 
 
 def test_groups_their_peers_and_pools():
-    devices = GroupUse("a", (0, 1), 1, 0, "", (), 0, 0, 6, 2 * MIB, "")
+    devices = GroupUse("a", (0, 1), 1, 0, "", (), 0, 0, 6, 2 * MIB, "", "", 4)
     nccl = GroupUse("b", (0, 1), 1, 0, "", (), 0, 0, 0, 0, "several hosts")
     report = CommReport(
         *(2, (), 0, 0, 0, 0),
@@ -62,7 +62,8 @@ def test_groups_their_peers_and_pools():
         "DP_GROUP 2 2 0.5 none 9 messages, 5.0 MiB by tcp, ucx",
         "a 2 1 0.0 none none",
         "b 2 1 0.0 none none",
-        "group a: 6 all-gathers of 2.0 MiB by the GPUs' own copies",
+        "group a: 6 all-gathers of 2.0 MiB by the GPUs' own copies, "
+        "4 straight from the tensors",
         "group b: all-gathers of GPUs by NCCL (several hosts)",
         "to rank by messages MiB",
         "1 tcp 4 1.0",

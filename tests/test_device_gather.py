@@ -13,7 +13,7 @@ import os
 import signal
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import pytest
@@ -48,14 +48,19 @@ def job_on(device: str, folder, memory: str = TINY, **rest):
         on = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(on)
     os.environ[GATHER_BYTES] = memory
-    with job(folder, **rest) as (rank, size):
+    shared = accelerator.memory_of_driver() if device == accelerator.NAME else nullcontext()
+    with job(folder, **rest) as (rank, size), shared:
         yield rank, size, on
 
 
 def gathered() -> int:
     """How many all-gathers of the default group have been between devices."""
-    uses = [use for use in smp.comm_report().groups if use.name == "0"]
-    return uses[0].device_operations
+    return use_of_default().device_operations
+
+
+def use_of_default():
+    """Of this rank."""
+    return next(use for use in smp.comm_report().groups if use.name == "0")
 
 
 def table() -> ctypes.Array:
@@ -173,6 +178,7 @@ def test_works_may_be_waited_for_in_any_order(device, tmp_path):
                 assert work.exception() is None
                 assert all(torch.all(got[r] == 10 * r + i) for r in range(size)), (round, i)
         assert gathered() == 20
+        assert use_of_default().device_straight == 20  # longer than a half
 
 
 @on_ranks(*ON)
@@ -417,7 +423,7 @@ def test_a_failure_of_the_driver_is_raised_on_all_ranks(device, tmp_path):
         fail = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)(table()[0])
         name = b"cuMemcpyDtoDAsync_v2"  # kept by the stand-in
         if rank == 1:
-            fail(name, 3, 2)
+            fail(name, 2, 2)
         said = refused(lambda: dist.all_gather_into_tensor(out, own))
         assert "cuMemcpyDtoDAsync: CUDA_ERROR_OUT_OF_MEMORY" in said
         assert ("rank 1 gave up" in said) == (rank == 0)
@@ -467,5 +473,5 @@ def test_nothing_is_left_on_the_device(device, tmp_path):
         dist.all_gather_into_tensor(torch.empty(2, device=on), torch.ones(1, device=on))
         dist.barrier()
         after = alive(table()[5])()
-    assert after - before < 20  # the default group's own
-    assert alive(table()[5])() <= before + 12
+    assert after - before < 30  # the default group's own
+    assert alive(table()[5])() <= before + 15

@@ -26,6 +26,8 @@ static const struct {
     {"cuThreadExchangeStreamCaptureMode", offsetof(smp_driver, capture_exchange)},
     {"cuMemAlloc_v2", offsetof(smp_driver, alloc)},
     {"cuMemFree_v2", offsetof(smp_driver, free)},
+    {"cuMemGetAddressRange_v2", offsetof(smp_driver, memory_range)},
+    {"cuPointerGetAttribute", offsetof(smp_driver, pointer_attribute)},
     {"cuIpcGetMemHandle", offsetof(smp_driver, memory_export)},
     {"cuIpcOpenMemHandle_v2", offsetof(smp_driver, memory_open)},
     {"cuIpcCloseMemHandle", offsetof(smp_driver, memory_close)},

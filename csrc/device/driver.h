@@ -24,7 +24,7 @@ typedef struct {
 } smp_driver_handle;
 
 /* Values of CUresult used here. */
-enum { SMP_DRIVER_OK = 0, SMP_DRIVER_NOT_READY = 600 };
+enum { SMP_DRIVER_OK = 0, SMP_DRIVER_INVALID_VALUE = 1, SMP_DRIVER_NOT_READY = 600 };
 
 enum {
     SMP_DRIVER_STREAM_ALONE = 1,    /* CU_STREAM_NON_BLOCKING */
@@ -33,6 +33,7 @@ enum {
     SMP_DRIVER_OPEN_WITH_PEERS = 1, /* CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS */
     SMP_DRIVER_CAPTURE_RELAXED = 2, /* CU_STREAM_CAPTURE_MODE_RELAXED */
     SMP_DRIVER_HOST_PORTABLE = 1,   /* CU_MEMHOSTREGISTER_PORTABLE */
+    SMP_DRIVER_BUFFER_ID = 7,       /* CU_POINTER_ATTRIBUTE_BUFFER_ID: uint64_t */
 };
 
 /* The driver shares memory with other processes in blocks of this size: a smaller
@@ -59,6 +60,8 @@ typedef struct {
     int (*capture_exchange)(int *mode);
     int (*alloc)(uint64_t *at, size_t bytes);
     int (*free)(uint64_t at);
+    int (*memory_range)(uint64_t *base, size_t *bytes, uint64_t at);
+    int (*pointer_attribute)(void *value, int attribute, uint64_t at);
     int (*memory_export)(smp_driver_handle *handle, uint64_t at);
     int (*memory_open)(uint64_t *at, smp_driver_handle handle, unsigned flags);
     int (*memory_close)(uint64_t at);

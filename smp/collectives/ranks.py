@@ -64,6 +64,7 @@ class GroupUse:
     device_bytes: int = 0  # ... and of the bytes
     device_why: str = ""  # the reason for NCCL to do those
     through_host: str = ""  # the reason for devices' other operations to go there
+    device_straight: int = 0  # device_operations with tensors read where they lie
 
 
 class Ranks:
@@ -208,7 +209,8 @@ class Ranks:
         """This rank's operations in each of the groups."""
         uses = []
         for group, (name, members) in list(self._groups.items()):
-            operations, moved, messages, sent, reads, gathers, gathered, why = group.use()
+            operations, moved, messages, sent, reads, *device, why = group.use()
+            gathers, gathered, straight = device
             others = (self.comm.transport(rank) for rank in members if rank != self.rank)
             ways = {way for way in others if way is not None}
             here = "process_vm_readv" if reads else "shared memory"
@@ -226,6 +228,7 @@ class Ranks:
                     gathered,
                     why,
                     self.through_host.get(group, ""),
+                    straight,
                 )
             )
         return uses

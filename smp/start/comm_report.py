@@ -186,7 +186,7 @@ def _of_devices(use: "GroupUse") -> list[str]:
     return [
         *lines,
         f"group {use.name}: {use.device_operations} all-gathers of {_mib(use.device_bytes)} "
-        "MiB by the GPUs' own copies",
+        f"MiB by the GPUs' own copies, {use.device_straight} straight from the tensors",
     ]
 
 

@@ -121,6 +121,16 @@ def use_driver() -> None:
 
 
 @contextlib.contextmanager
+def memory_of_driver() -> Iterator[None]:
+    """In the block each new tensor lies in a shared allocation of the stand-in."""
+    torch.ops.pretend.use_driver_memory(True)
+    try:
+        yield
+    finally:
+        torch.ops.pretend.use_driver_memory(False)
+
+
+@contextlib.contextmanager
 def spoilt_copies(spoilt: bool) -> Iterator[None]:
     """In the block, if ``spoilt``, a copy between devices by the stand-in changes a byte."""
     library = ctypes.CDLL(os.environ[DRIVER])

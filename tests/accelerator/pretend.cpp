@@ -14,7 +14,7 @@
  *
  * With the stand-in of the GPU's driver (use_driver) its streams are the driver's null
  * stream too: what the driver is told on others comes before or after work here by
- * events only.
+ * events only.  Each new tensor lies in an allocation of the driver, if it is asked to.
  */
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -40,6 +40,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <unordered_set>
 
 namespace
 {
@@ -74,6 +75,48 @@ uint64_t         copies;   // ... of which were copies
 // The stand-in's cuStreamSynchronize, once it is used.
 std::atomic<int (*)(void *)> driver_synchronize;
 
+// The stand-in's memory, for new tensors while `used`.  All but the pointers are guarded
+// by queue_lock.
+struct DriverMemory {
+    int (*push)(void *);
+    int (*pop)(void **);
+    int (*alloc)(uint64_t *, size_t);
+    int (*free)(uint64_t);
+    bool                       used = false;
+    std::unordered_set<void *> taken;
+
+    void *
+    take(size_t bytes)
+    {
+        constexpr size_t block = 2 << 20; // only whole blocks can be shared
+        void            *context = this;  // any will do
+        uint64_t         at = 0;
+
+        push(context);
+        TORCH_CHECK(alloc(&at, (bytes + block - 1) / block * block) == 0);
+        pop(&context);
+        void *data = reinterpret_cast<void *>(at);
+        taken.insert(data);
+        return data;
+    }
+
+    void
+    give_back(void *data)
+    {
+        void *context = this;
+
+        if (taken.erase(data) == 0) {
+            c10::free_cpu(data);
+            return;
+        }
+        push(context);
+        free(reinterpret_cast<uint64_t>(data));
+        pop(&context);
+    }
+};
+
+DriverMemory driver_memory;
+
 // What the null stream has been told to wait for has happened.
 void
 wait_for_driver()
@@ -91,7 +134,7 @@ run_one()
     wait_for_driver();
 
     if (work.to == nullptr) {
-        c10::free_cpu(const_cast<void *>(work.from));
+        driver_memory.give_back(const_cast<void *>(work.from));
     } else {
         std::memcpy(work.to, work.from, work.bytes);
         copies++;
@@ -130,7 +173,7 @@ give_back(void *data)
 
     wait_for_driver();
     if (queue.empty()) {
-        c10::free_cpu(data);
+        driver_memory.give_back(data);
     } else {
         queue.push_back({nullptr, data, 0});
         enqueued++;
@@ -141,7 +184,10 @@ struct Allocator final : c10::Allocator {
     c10::DataPtr
     allocate(size_t bytes) override
     {
-        void *data = bytes == 0 ? nullptr : c10::alloc_cpu(bytes);
+        std::lock_guard<std::mutex> guard(queue_lock);
+        void                       *data = bytes == 0            ? nullptr
+                                           : driver_memory.used ? driver_memory.take(bytes)
+                                                                 : c10::alloc_cpu(bytes);
 
         return {data, data, &give_back, current()};
     }
@@ -723,11 +769,28 @@ use_driver(const std::string &path)
     driver_synchronize =
         reinterpret_cast<int (*)(void *)>(dlsym(library, "cuStreamSynchronize"));
     static_cast<const Table *>(dlsym(library, "stand_in"))->set_drain(&run_all);
+    const auto find = [&](auto &function, const char *name) {
+        function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+    };
+    std::lock_guard<std::mutex> guard(queue_lock);
+    find(driver_memory.push, "cuCtxPushCurrent_v2");
+    find(driver_memory.pop, "cuCtxPopCurrent_v2");
+    find(driver_memory.alloc, "cuMemAlloc_v2");
+    find(driver_memory.free, "cuMemFree_v2");
+}
+
+void
+use_driver_memory(bool used)
+{
+    std::lock_guard<std::mutex> guard(queue_lock);
+
+    driver_memory.used = used;
 }
 
 TORCH_LIBRARY(pretend, m)
 {
     m.def("use_driver(str path) -> ()", &use_driver);
+    m.def("use_driver_memory(bool used) -> ()", &use_driver_memory);
     m.def("late_copies() -> int", &late_copies);
     m.def("manual_seed(int seed) -> ()", &manual_seed);
     m.def("get_rng_state() -> Tensor", &get_rng_state);

@@ -20,7 +20,7 @@ typedef struct {
     const stand_in_table *stand_in;
     void                 *context;
     void                 *stream; /* owned */
-    uint64_t              x;      /* owned: of USER_BYTES bytes, as y */
+    uint64_t              x;      /* owned: of USER_BYTES bytes in whole blocks, as y */
     uint64_t              y;
     _Atomic int           wrong; /* tensors that were not what they should be */
     _Atomic int           right;
@@ -80,8 +80,8 @@ begin(world *w, user *u)
     CHECK(u->driver->context_retain(&u->context, device) == 0);
     CHECK(u->driver->context_push(u->context) == 0);
     CHECK(u->driver->stream_create(&u->stream, SMP_DRIVER_STREAM_ALONE) == 0);
-    CHECK(u->driver->alloc(&u->x, USER_BYTES) == 0 &&
-          u->driver->alloc(&u->y, USER_BYTES) == 0);
+    CHECK(u->driver->alloc(&u->x, smp_driver_blocks(USER_BYTES)) == 0 &&
+          u->driver->alloc(&u->y, smp_driver_blocks(USER_BYTES)) == 0);
 }
 
 static inline void

@@ -103,6 +103,17 @@ plan(task *t, int size, uint64_t seed, uint64_t x, uint64_t y, size_t most, bool
     }
 }
 
+static size_t
+longest(const task *t, int size)
+{
+    size_t most = 0;
+
+    for (int m = 0; m < size; m++) {
+        most = t->counts[m] > most ? t->counts[m] : most;
+    }
+    return most;
+}
+
 /* The script's stream fills x; the host's part of the operation, which reads it, is
  * over then.  What the group says. */
 static smp_status
@@ -152,6 +163,50 @@ gather(user *u, smp_group *group, smp_exchange *exchange, task *t)
     look_at(u, group, exchange, t);
 }
 
+/* Operations of this group with tensors read where they lie. */
+static uint64_t
+reads_of(const smp_group *group)
+{
+    smp_group_use use;
+
+    smp_group_count(group, &use);
+    return use.device_reads;
+}
+
+/* Of equal lengths, more than a half's. */
+static void
+plan_large(task *t, int size, uint64_t seed, const user *u)
+{
+    uint64_t y = u->y;
+
+    plan(t, size, seed, u->x, u->y, 0, false);
+    for (int m = 0; m < size; m++) {
+        t->counts[m] = SMALL + seed % 100;
+        t->outs[m] = y;
+        y += t->counts[m];
+    }
+}
+
+/* Other memory in the place of x or y, which the device does not use any more. */
+static void
+renew(user *u, uint64_t *memory)
+{
+    settle(u);
+    CHECK(u->driver->free(*memory) == 0);
+    CHECK(u->driver->alloc(memory, smp_driver_blocks(USER_BYTES)) == 0);
+}
+
+/* Memory that cannot be exported; the caller's. */
+static uint64_t
+withheld_memory(user *u)
+{
+    uint64_t memory = 0;
+
+    CHECK(u->driver->alloc(&memory, smp_driver_blocks(USER_BYTES)) == 0);
+    u->stand_in->withhold(memory);
+    return memory;
+}
+
 /* A group of all ranks that has met. */
 static void
 begin_group(world *w, user *u, size_t bytes, smp_group **group, smp_exchange **exchange)
@@ -186,27 +241,151 @@ begin_group(world *w, user *u, size_t bytes, smp_group **group, smp_exchange **e
 
 /* ------------------------------------------------------------------------- tests */
 
-EXCHANGE_TEST(every_member_gets_what_all_had, .processes = "4", .threads = "13")
+/* Tensors of all sizes.  Returns the number of those longer than a half. */
+static uint64_t
+gather_many(world *w, user *u, smp_group *group, smp_exchange *exchange)
 {
-    uint64_t      random = 3;
-    smp_group_use use;
-    task          t;
+    uint64_t random = 3;
+    uint64_t large = 0;
+    task     t;
 
-    CHECK(smp_exchange_half(exchange) == SMALL / 2);
     for (int i = 0; i < ROUNDS; i++) {
         size_t most = i % 3 == 0 ? 100 : i % 3 == 1 ? 9000 : LARGEST;
 
         plan(&t, w->size, next_random(&random) % 1000, u->x, u->y, most, i % 2 == 1);
         gather(u, group, exchange, &t);
+        large += longest(&t, w->size) > SMALL / 2;
         if (i % 8 == 0) { /* or the thread is far ahead */
             settle(u);
         }
     }
     settle(u);
     CHECK(u->right == ROUNDS * w->size);
+    return large;
+}
+
+EXCHANGE_TEST(every_member_gets_what_all_had, .processes = "4", .threads = "13")
+{
+    uint64_t      large;
+    smp_group_use use;
+
+    CHECK(smp_exchange_half(exchange) == SMALL / 2);
+    large = gather_many(w, u, group, exchange);
     smp_group_count(group, &use);
     CHECK(use.operations == ROUNDS && use.device_operations == ROUNDS);
     CHECK(use.bytes == use.device_bytes && use.bytes > 0);
+    CHECK(use.device_reads == large && large > ROUNDS / 2);
+}
+
+/* ... also where one of the tensors cannot be read where it lies. */
+EXCHANGE_TEST(memory_of_one_member_that_cannot_be_exported_goes_by_halves,
+              .processes = "4", .threads = "3")
+{
+    if (w->rank == 1) {
+        u->stand_in->withhold(u->x);
+    }
+    (void)gather_many(w, u, group, exchange);
+    CHECK(reads_of(group) == 0);
+}
+
+/* ... and where one member cannot open it, until it is in other memory. */
+EXCHANGE_TEST(memory_that_one_member_cannot_open_goes_by_halves, .processes = "3")
+{
+    task t;
+
+    if (w->rank == 1) {
+        u->stand_in->fail("cuIpcOpenMemHandle_v2", 1, 2);
+    }
+    for (uint64_t i = 0; i < 6; i++) {
+        if (i == 3 && w->rank == 0) { /* the first of the others that rank 1 opens */
+            renew(u, &u->x);
+        }
+        plan_large(&t, w->size, i, u);
+        gather(u, group, exchange, &t);
+        CHECK(reads_of(group) == (i < 3 ? 0 : i - 2));
+        CHECK(w->rank != 1 || u->stand_in->failed());
+    }
+    settle(u);
+    CHECK(u->right == 6 * w->size);
+}
+
+/* An address means other memory after each: the earlier one is closed, and not read. */
+EXCHANGE_TEST(memory_may_be_freed_and_allocated_again, .processes = "3")
+{
+    int  before = 0;
+    task t;
+
+    for (uint64_t i = 0; i < 8; i++) {
+        uint64_t was = u->x;
+
+        if (i % 3 != (uint64_t)w->rank) {
+            renew(u, &u->x);
+            CHECK(u->x == was);
+        }
+        plan_large(&t, w->size, i, u);
+        gather(u, group, exchange, &t);
+        settle(u);
+        CHECK(reads_of(group) == i + 1);
+        before = i == 0 ? u->stand_in->alive() : before;
+        CHECK(u->stand_in->alive() == before);
+    }
+}
+
+/* Memory of tensors that are gone does not stay open; nor does all of a great many. */
+EXCHANGE_TEST(memory_that_is_not_used_any_more_is_closed, .processes = "2")
+{
+    static uint64_t all[SMP_EXPORTS + 20];
+    int             before;
+    task            t;
+
+    for (uint64_t i = 0; i < COUNT_OF(all); i++) {
+        CHECK(u->driver->alloc(&all[i], SMP_DRIVER_BLOCK) == 0);
+    }
+    before = u->stand_in->alive();
+    for (uint64_t i = 0; i < COUNT_OF(all); i++) {
+        plan_large(&t, w->size, i, u);
+        t.x = all[i];
+        gather(u, group, exchange, &t);
+        settle(u);
+    }
+    CHECK(reads_of(group) > SMP_EXPORTS);
+    CHECK(u->stand_in->alive() > before + SMP_EXPORTS / 2 &&
+          u->stand_in->alive() <= before + SMP_EXPORTS);
+    for (uint64_t i = 0; i < COUNT_OF(all); i++) {
+        CHECK(u->driver->free(all[i]) == 0);
+    }
+    before -= (int)COUNT_OF(all);
+    for (uint64_t i = 0; i < 2 * SMP_EXPORTS; i++) {
+        plan_large(&t, w->size, i, u);
+        gather(u, group, exchange, &t);
+        settle(u);
+    }
+    CHECK(u->stand_in->alive() < before + 8);
+}
+
+/* Each group opens it by itself. */
+EXCHANGE_TEST(two_groups_read_the_same_tensors, .processes = "3")
+{
+    const char   *why;
+    smp_exchange *other_exchange;
+    smp_group    *other;
+    task          t;
+
+    CHECK_OK(make_group_of_all(w, 8, &other));
+    CHECK_OK(meet(other, SMALL, &other_exchange, &why));
+    for (uint64_t i = 0; i < 12; i++) {
+        bool first = i % 2 == 0 || i >= 8;
+
+        plan_large(&t, w->size, i, u);
+        gather(u, first ? group : other, first ? exchange : other_exchange, &t);
+        if (i == 7) {
+            CHECK(reads_of(other) == 4);
+            settle(u);
+            smp_group_destroy(other);
+        }
+    }
+    settle(u);
+    CHECK(u->right == 12 * w->size && reads_of(group) == 8);
 }
 
 /* In place, and of nothing. */
@@ -224,12 +403,14 @@ EXCHANGE_TEST(the_own_part_may_lie_in_the_output, .processes = "3")
     settle(u);
 }
 
-/* Several are under way, and are waited for in another order; host tensors go between
- * them. */
+/* Several are under way, with and without halves, and are waited for in another order;
+ * host tensors go between them. */
 EXCHANGE_TEST(operations_overlap, .processes = "3", .threads = "2")
 {
     const size_t room = USER_BYTES / AT_ONCE;
     task         tasks[AT_ONCE];
+    uint64_t     withheld = withheld_memory(u);
+    uint64_t     large = 0;
     bool         begun;
 
     for (uint64_t round = 0; round < 6; round++) {
@@ -242,8 +423,10 @@ EXCHANGE_TEST(operations_overlap, .processes = "3", .threads = "2")
                              .in = &in,
                              .out = &out};
 
-            plan(&tasks[i], w->size, round * AT_ONCE + i, u->x + i * room,
-                 u->y + i * room, room / WORLD_RANKS, (i + round) % 2 == 1);
+            plan(&tasks[i], w->size, round * AT_ONCE + i,
+                 (i % 2 == 1 ? u->x : withheld) + i * room, u->y + i * room,
+                 room / WORLD_RANKS, (i + round) % 2 == 1);
+            large += i % 2 == 1 && longest(&tasks[i], w->size) > SMALL / 2;
             CHECK_OK(run_task(u, group, exchange, &tasks[i], &begun));
             CHECK_OK(smp_group_run(group, &call));
             CHECK(out == (float)(w->size * (w->size - 1) / 2));
@@ -254,26 +437,23 @@ EXCHANGE_TEST(operations_overlap, .processes = "3", .threads = "2")
     }
     settle(u);
     CHECK(u->right == 6 * AT_ONCE * w->size);
+    CHECK(large > 0 && reads_of(group) == large);
+    CHECK(u->driver->free(withheld) == 0);
 }
 
-/* Operations of many rounds are over on the hosts before the device of rank 0 has done
- * anything. */
-EXCHANGE_TEST(nobody_waits_for_a_device, .processes = "2")
+/* An operation is over on the hosts before the device of rank 0 has done anything. */
+static void
+gather_ahead(world *w, user *u, smp_group *group, smp_exchange *exchange, uint64_t x)
 {
-    char why[SMP_DRIVER_TEXT];
     task t;
     bool begun;
-    int  before;
 
-    before = u->stand_in->alive();
-    smp_exchange_put_mark(exchange, smp_exchange_mark(exchange, why));
-    CHECK(u->stand_in->alive() == before); /* the trial has given its own back */
     w->barrier(w);
     if (w->rank == 0) {
         u->stand_in->hold(true);
     }
     w->barrier(w);
-    plan(&t, w->size, 1, u->x, u->y, LARGEST, false);
+    plan(&t, w->size, 1, x, u->y, LARGEST, false);
     CHECK(t.counts[0] > 3 * SMALL / 2); /* four rounds and more */
     CHECK_OK(run_task(u, group, exchange, &t, &begun));
     CHECK(!smp_exchange_is_over(exchange, t.mark));
@@ -283,7 +463,21 @@ EXCHANGE_TEST(nobody_waits_for_a_device, .processes = "2")
     look_at(u, group, exchange, &t);
     settle(u);
     CHECK(smp_exchange_is_over(exchange, t.mark));
-    CHECK(u->right == w->size);
+}
+
+EXCHANGE_TEST(nobody_waits_for_a_device, .processes = "2")
+{
+    char     why[SMP_DRIVER_TEXT];
+    int      before = u->stand_in->alive();
+    uint64_t withheld;
+
+    smp_exchange_put_mark(exchange, smp_exchange_mark(exchange, why));
+    CHECK(u->stand_in->alive() == before); /* the trial has given its own back */
+    withheld = withheld_memory(u);
+    gather_ahead(w, u, group, exchange, withheld);
+    gather_ahead(w, u, group, exchange, u->x);
+    CHECK(u->right == 2 * w->size && reads_of(group) == 1);
+    CHECK(u->driver->free(withheld) == 0);
 }
 
 /* Who calls something else is named with what it calls, and the group goes on. */
@@ -428,6 +622,18 @@ TEST_RANK(an_error_turns_it_off, .processes = "3")
         u.stand_in->fail("cuMemcpyDtoDAsync_v2", 3, 2);
     }
     expect_nobody_gathers(w, &u, "rank 1: cuMemcpyDtoDAsync: CUDA_ERROR");
+}
+
+/* ... also where the patterns lie: two others' halves are opened before. */
+TEST_RANK(a_trial_that_cannot_open_memory_turns_it_off, .processes = "3")
+{
+    user u;
+
+    begin(w, &u);
+    if (w->rank == 1) {
+        u.stand_in->fail("cuIpcOpenMemHandle_v2", 3, 2);
+    }
+    expect_nobody_gathers(w, &u, "rank 1: cuIpcOpenMemHandle: CUDA_ERROR");
 }
 
 /* What rank 1's device is told is never done. */

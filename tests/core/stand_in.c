@@ -10,6 +10,8 @@
  *   - a wait for an event means its last record at the time of the call, also for an
  *     event of another process;
  *   - memory and events go to other processes by handles of 64 bytes;
+ *   - the address of freed memory comes back, with another identity; its handle is
+ *     refused while another process has the earlier memory open;
  *   - while a stream is captured, allocations and queries of threads that have not said
  *     that they may spoil the capture and fail;
  *   - a copy from or to a range of the host that is registered in part fails;
@@ -53,6 +55,7 @@ enum {
     NOT_REGISTERED = 713,
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
+    ALREADY_MAPPED = 208,
     INVALID_HANDLE = 400,
     NOT_FOUND = 500,
     NOT_READY = 600,
@@ -67,7 +70,9 @@ typedef struct {
     int32_t  pid;
     int32_t  fd;
     uint64_t bytes;
-    uint8_t  rest[40];
+    uint64_t base; /* of memory: its address there, and its id */
+    uint64_t id;
+    uint8_t  rest[24];
 } handle64;
 
 /* Shared between the processes that have the event. */
@@ -88,8 +93,11 @@ typedef struct memory {
     struct memory *next;
     void          *base;
     size_t         bytes;
-    int            fd;    /* -1: another's */
-    int            users; /* its owner, until it frees it, and copies */
+    uint64_t       id; /* of no other one of this process, then or later */
+    bool           withheld;
+    handle64       source; /* of another's */
+    int            fd;     /* -1: another's */
+    int            users;  /* its owner, until it frees it, and copies */
 } memory;
 
 typedef enum { WORK_COPY, WORK_LAUNCH, WORK_RECORD, WORK_WAIT } work_kind;
@@ -129,6 +137,9 @@ typedef struct range {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* guards all up to held */
 static range          *ranges;
 static memory         *memories;
+static uint64_t        ids;
+static void           *freed_base; /* of the last one that was unmapped */
+static size_t          freed_bytes;
 static stream         *null_stream;
 static const char     *failing;
 static int             countdown; /* 0: nothing fails */
@@ -219,6 +230,10 @@ let_go_of_memory(memory *m)
     }
     munmap(m->base, m->bytes);
     if (m->fd >= 0) {
+        pthread_mutex_lock(&lock);
+        freed_base = m->base;
+        freed_bytes = m->bytes;
+        pthread_mutex_unlock(&lock);
         close(m->fd);
     }
     free(m);
@@ -391,8 +406,9 @@ end_null_stream(void)
 
 /* --------------------------------------------------------------- shared memory */
 
+/* At `where`, if that is free. */
 static void *
-map_new(size_t bytes, int *fd)
+map_new(void *where, size_t bytes, int *fd)
 {
     void *base;
 
@@ -404,7 +420,7 @@ map_new(size_t bytes, int *fd)
         close(*fd);
         return NULL;
     }
-    base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    base = mmap(where, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
     if (base == MAP_FAILED) {
         close(*fd);
         return NULL;
@@ -439,7 +455,7 @@ map_handle(const handle64 *handle)
 }
 
 static void
-keep_memory(void *base, size_t bytes, int fd)
+keep_memory(void *base, size_t bytes, int fd, handle64 source)
 {
     memory *m = malloc(sizeof(*m));
 
@@ -447,7 +463,7 @@ keep_memory(void *base, size_t bytes, int fd)
         abort();
     }
     pthread_mutex_lock(&lock);
-    *m = (memory){memories, base, bytes, fd, 1};
+    *m = (memory){memories, base, bytes, ++ids, false, source, fd, 1};
     memories = m;
     pthread_mutex_unlock(&lock);
     atomic_fetch_add(&living, 1);
@@ -477,16 +493,42 @@ drop_memory(uint64_t at, bool mine)
     return SUCCESS;
 }
 
-/* What holds that address, for a copy; NULL: it is not ours. */
+/* What holds that address; NULL: it is not ours.  Under the lock. */
+static memory *
+memory_at(uint64_t at)
+{
+    memory *m;
+
+    for (m = memories; m != NULL && at - (uint64_t)(uintptr_t)m->base >= m->bytes;
+         m = m->next) {
+    }
+    return m;
+}
+
+/* Whether other memory of the same process and address is still open here. */
+static bool
+has_predecessor(const handle64 *handle)
+{
+    const memory *m;
+
+    pthread_mutex_lock(&lock);
+    for (m = memories; m != NULL && (m->fd >= 0 || m->source.pid != handle->pid ||
+                                     m->source.id == handle->id ||
+                                     handle->base - m->source.base >= m->source.bytes);
+         m = m->next) {
+    }
+    pthread_mutex_unlock(&lock);
+    return m != NULL;
+}
+
+/* What holds that address, for a copy. */
 static memory *
 use_memory(uint64_t at)
 {
     memory *m;
 
     pthread_mutex_lock(&lock);
-    for (m = memories; m != NULL && at - (uint64_t)(uintptr_t)m->base >= m->bytes;
-         m = m->next) {
-    }
+    m = memory_at(at);
     if (m != NULL) {
         m->users++;
     }
@@ -584,17 +626,23 @@ cuMemAlloc_v2(uint64_t *at, size_t bytes)
 {
     int result =
         context_depth == 0 ? INVALID_CONTEXT : refused_beside_capture("cuMemAlloc_v2");
+    void *where = NULL;
     void *base;
     int   fd;
 
     if (result != SUCCESS) {
         return result;
     }
-    base = bytes == 0 ? NULL : map_new(bytes, &fd);
+    pthread_mutex_lock(&lock);
+    if (bytes == freed_bytes) {
+        where = freed_base;
+    }
+    pthread_mutex_unlock(&lock);
+    base = bytes == 0 ? NULL : map_new(where, bytes, &fd);
     if (base == NULL) {
         return OUT_OF_MEMORY;
     }
-    keep_memory(base, bytes, fd);
+    keep_memory(base, bytes, fd, (handle64){0});
     *at = (uint64_t)(uintptr_t)base;
     return SUCCESS;
 }
@@ -603,6 +651,44 @@ int
 cuMemFree_v2(uint64_t at)
 {
     return context_depth == 0 ? INVALID_CONTEXT : drop_memory(at, true);
+}
+
+int
+cuMemGetAddressRange_v2(uint64_t *base, size_t *bytes, uint64_t at)
+{
+    int           result = refused_here("cuMemGetAddressRange_v2");
+    const memory *m;
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    pthread_mutex_lock(&lock);
+    m = memory_at(at);
+    if (m != NULL) {
+        *base = (uint64_t)(uintptr_t)m->base;
+        *bytes = m->bytes;
+    }
+    pthread_mutex_unlock(&lock);
+    return m != NULL ? SUCCESS : NOT_FOUND;
+}
+
+int
+cuPointerGetAttribute(void *value, int attribute, uint64_t at)
+{
+    const int     buffer_id = 7;
+    int           result = refused_here("cuPointerGetAttribute");
+    const memory *m;
+
+    if (result != SUCCESS) {
+        return result;
+    }
+    pthread_mutex_lock(&lock);
+    m = attribute == buffer_id ? memory_at(at) : NULL;
+    if (m != NULL) {
+        memcpy(value, &m->id, sizeof(m->id));
+    }
+    pthread_mutex_unlock(&lock);
+    return m != NULL ? SUCCESS : INVALID_VALUE;
 }
 
 int
@@ -616,8 +702,10 @@ cuIpcGetMemHandle(handle64 *handle, uint64_t at)
     result = INVALID_VALUE;
     pthread_mutex_lock(&lock);
     for (const memory *m = memories; m != NULL; m = m->next) {
-        if ((uint64_t)(uintptr_t)m->base == at && m->fd >= 0) {
+        if ((uint64_t)(uintptr_t)m->base == at && m->fd >= 0 && !m->withheld) {
             *handle = handle_of(m->fd, m->bytes);
+            handle->base = at;
+            handle->id = m->id;
             result = SUCCESS;
         }
     }
@@ -632,11 +720,14 @@ cuIpcOpenMemHandle_v2(uint64_t *at, handle64 handle, unsigned flags)
 
     (void)flags;
     OR_REFUSED(refused_here);
+    if (has_predecessor(&handle)) {
+        return ALREADY_MAPPED;
+    }
     base = map_handle(&handle);
     if (base == NULL) {
         return INVALID_HANDLE;
     }
-    keep_memory(base, handle.bytes, -1);
+    keep_memory(base, handle.bytes, -1, handle);
     *at = (uint64_t)(uintptr_t)base;
     return SUCCESS;
 }
@@ -728,7 +819,7 @@ cuEventCreate(void **made, unsigned flags)
     e->mine = true;
     e->users = 1;
     e->fd = -1;
-    e->at = (flags & shared) != 0 ? map_new(sizeof(moment), &e->fd)
+    e->at = (flags & shared) != 0 ? map_new(NULL, sizeof(moment), &e->fd)
                                   : calloc(1, sizeof(moment));
     if (e->at == NULL) {
         free(e);
@@ -1022,6 +1113,7 @@ cuGetErrorName(int result, const char **name)
     } names[] = {{INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},
                  {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
                  {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
+                 {ALREADY_MAPPED, "CUDA_ERROR_ALREADY_MAPPED"},
                  {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
                  {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
                  {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
@@ -1106,6 +1198,14 @@ alive(void)
     return atomic_load(&living);
 }
 
-const stand_in_table stand_in = {fail,      failed,    hold,          launch,
-                                 set_drain, alive,     begin_capture, end_capture,
-                                 misbehave, registered};
+static void
+withhold(uint64_t at)
+{
+    pthread_mutex_lock(&lock);
+    memory_at(at)->withheld = true;
+    pthread_mutex_unlock(&lock);
+}
+
+const stand_in_table stand_in = {fail,      failed,   hold,          launch,
+                                 set_drain, alive,    begin_capture, end_capture,
+                                 misbehave, withhold, registered};

@@ -58,6 +58,11 @@ typedef struct {
     /* From now on, or (STAND_IN_IS_SOUND) no longer. */
     void (*misbehave)(stand_in_fault fault);
 
+    /* The allocation with this address cannot be exported, as one in expandable
+     * segments.
+     */
+    void (*withhold)(uint64_t at);
+
     stand_in_registered (*registered)(const void *at, size_t bytes);
 } stand_in_table;
 

@@ -390,6 +390,8 @@ smp_group_count(const smp_group *group, smp_group_use *out)
             atomic_load_explicit(&group->device_operations, memory_order_relaxed),
         .device_bytes =
             atomic_load_explicit(&group->device_bytes, memory_order_relaxed),
+        .device_reads =
+            atomic_load_explicit(&group->op.devices.reads, memory_order_relaxed),
         .tensor_bytes = atomic_load_explicit(&wire->tensor_bytes, memory_order_relaxed),
         .other_bytes = atomic_load_explicit(&wire->other_bytes, memory_order_relaxed),
         .parcels = atomic_load_explicit(&wire->parcels, memory_order_relaxed),

@@ -124,6 +124,7 @@ typedef struct {
     uint64_t bytes;             /* of its tensors in them: `in`, or its result */
     uint64_t device_operations; /* those of them between devices */
     uint64_t device_bytes;
+    uint64_t device_reads; /* those of them with tensors read where they lie */
     uint64_t tensor_bytes; /* sent to other hosts: of tensors, and of terms of sums, */
     uint64_t other_bytes;  /* ... and beside them */
     uint64_t parcels;

@@ -77,7 +77,7 @@ take_back_tensors(smp_group *group)
         return;
     }
     last = op->first + op->steps - 1;
-    if (op->way == SMP_BY_MEMORY) {
+    if (op->way == SMP_BY_MEMORY || op->way == SMP_BY_READING) {
         smp_epoch_barrier_retreat(&group->barrier, last);
     }
     if (op->way == SMP_BY_MEMORY && op->writes) { /* a late read harms no member */
@@ -270,14 +270,15 @@ has_ended(const smp_group *group, int member)
 smp_status
 smp_group_give_up_reading(smp_group *group, smp_status status, int member)
 {
-    int     rank = group->ranks[member];
+    int  rank = group->ranks[member];
+    bool on_device = group->op.way == SMP_BY_DEVICE || group->op.way == SMP_BY_READING;
     int64_t until = smp_clock_ns() + NEWS_NS;
     char    text[96];
 
-    if (status != SMP_ERR_SYSTEM) {
+    if (status != SMP_ERR_SYSTEM || (on_device && member != group->self)) {
         return smp_group_give_up_without(group, status, member);
     }
-    if (member == group->self && group->op.way == SMP_BY_DEVICE) {
+    if (on_device) {
         return smp_group_give_up(group, status, group->op.why);
     }
     while (!has_ended(group, member) && smp_clock_ns() < until) {

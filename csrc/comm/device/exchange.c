@@ -22,13 +22,19 @@ typedef struct {
     uint64_t base; /* both halves; 0: not open */
     void    *filled[2];
     void    *read[2];
-    uint64_t seed; /* of its pattern */
+    void    *ready;
+    void    *taken;
+    uint64_t seed;  /* of its pattern */
+    uint64_t input; /* of the operation without halves under way; 0: of no bytes */
 } member;
+
+/* Pieces of a pattern: one for each round, and one without halves. */
+#define PIECES ((size_t)SMP_TRIAL_ROUNDS + 1)
 
 /* A gather of patterns. */
 typedef struct {
     uint64_t          at;      /* owned: the own pattern, then those of all; 0: none */
-    size_t            piece;   /* bytes of a pattern in a round */
+    size_t            piece;   /* bytes of a pattern in a round, and without halves */
     smp_device_mark  *mark;    /* until it is over */
     uint64_t         *outs;    /* owned: [size] */
     size_t           *lengths; /* owned: [size] */
@@ -48,7 +54,10 @@ struct smp_exchange {
     void             *drain;
     member           *members; /* owned: [size] */
     trial             trial;
+    smp_exports       exports;
+    smp_imports      *imports; /* owned: [size]; of each member */
 
+    smp_export      *shown;  /* in the exports: the last one shown; NULL: none */
     size_t           half;   /* bytes */
     uint64_t         round;  /* to be filled or drained next */
     _Atomic bool     failed; /* the device's work is unknown */
@@ -86,6 +95,10 @@ drop_books(smp_exchange *x)
         x->marks = mark->every;
         free(mark);
     }
+    for (int m = 0; m < x->size; m++) {
+        smp_imports_forget(&x->imports[m]);
+    }
+    free(x->imports);
     free(x->trial.outs);
     free(x->trial.lengths);
     free(x->members);
@@ -107,6 +120,8 @@ destroy_events(const smp_driver *driver, const member *m)
         destroy_event(driver, m->filled[h]);
         destroy_event(driver, m->read[h]);
     }
+    destroy_event(driver, m->ready);
+    destroy_event(driver, m->taken);
 }
 
 /* A failure here is the device's, with no caller to tell. */
@@ -213,6 +228,8 @@ make_halves(smp_exchange *x, smp_exchange_card *card, char why[SMP_DRIVER_TEXT])
            smp_driver_share_event(driver, &own->filled[1], &card->filled[1], why) &&
            smp_driver_share_event(driver, &own->read[0], &card->read[0], why) &&
            smp_driver_share_event(driver, &own->read[1], &card->read[1], why) &&
+           smp_driver_share_event(driver, &own->ready, &card->ready, why) &&
+           smp_driver_share_event(driver, &own->taken, &card->taken, why) &&
            make_stream(x, &x->fill, why) && make_stream(x, &x->drain, why);
 }
 
@@ -231,12 +248,17 @@ smp_exchange_create(int number, size_t bytes, int size, int self,
     x = calloc(1, sizeof(*x));
     if (x != NULL) {
         x->members = calloc((size_t)size, sizeof(member));
+        x->imports = calloc((size_t)size, sizeof(smp_imports));
     }
-    if (x == NULL || x->members == NULL) {
+    if (x == NULL || x->members == NULL || x->imports == NULL) {
         memcpy(why, "out of memory", sizeof("out of memory"));
         goto err_free;
     }
     x->driver = driver;
+    x->exports.driver = driver;
+    for (int m = 0; m < size; m++) {
+        x->imports[m].driver = driver;
+    }
     x->generation = smp_fork_generation();
     x->number = number;
     x->size = size;
@@ -260,10 +282,23 @@ smp_exchange_create(int number, size_t bytes, int size, int self,
 
 err_free:
     if (x != NULL) {
+        free(x->imports);
         free(x->members);
     }
     free(x);
     return NULL;
+}
+
+static bool
+open_event(const smp_driver *driver, void **event, smp_driver_handle handle,
+           char why[SMP_DRIVER_TEXT])
+{
+    if (!smp_driver_ok(driver, "cuIpcOpenEventHandle",
+                       driver->event_open(event, handle), why)) {
+        *event = NULL;
+        return false;
+    }
+    return true;
 }
 
 /* The context is current. */
@@ -280,19 +315,12 @@ open_member(smp_exchange *x, member *m, const smp_exchange_card *card,
         m->base = 0;
         return false;
     }
-    for (int h = 0; h < 2; h++) {
-        if (!smp_driver_ok(driver, "cuIpcOpenEventHandle",
-                           driver->event_open(&m->filled[h], card->filled[h]), why)) {
-            m->filled[h] = NULL;
-            return false;
-        }
-        if (!smp_driver_ok(driver, "cuIpcOpenEventHandle",
-                           driver->event_open(&m->read[h], card->read[h]), why)) {
-            m->read[h] = NULL;
-            return false;
-        }
-    }
-    return true;
+    return open_event(driver, &m->filled[0], card->filled[0], why) &&
+           open_event(driver, &m->filled[1], card->filled[1], why) &&
+           open_event(driver, &m->read[0], card->read[0], why) &&
+           open_event(driver, &m->read[1], card->read[1], why) &&
+           open_event(driver, &m->ready, card->ready, why) &&
+           open_event(driver, &m->taken, card->taken, why);
 }
 
 bool
@@ -346,6 +374,7 @@ smp_exchange_close(smp_exchange *x)
             continue;
         }
         destroy_events(x->driver, other);
+        smp_imports_close(&x->imports[m]);
         if (other->base != 0) {
             (void)x->driver->memory_close(other->base);
         }
@@ -499,6 +528,131 @@ smp_exchange_finish(smp_exchange *x, const smp_device_gather *gather,
                        leave(x, finish(x, gather, why)));
 }
 
+/* ---------------------------------------------------- an operation without halves */
+
+/* The context is current, as below. */
+static void
+locate(smp_exchange *x, uint64_t in, size_t bytes, smp_exchange_input *own,
+       char why[SMP_DRIVER_TEXT])
+{
+    *own = (smp_exchange_input){.state = SMP_EXPORT_OPEN};
+    x->shown = NULL;
+    if (bytes == 0) {
+        return;
+    }
+    x->shown = smp_exports_find(&x->exports, in, bytes, x->drain, &own->gone, why);
+    if (x->shown == NULL) {
+        own->state = SMP_EXPORT_CLOSED;
+        return;
+    }
+    own->state = x->shown->state;
+    own->allocation = x->shown->allocation;
+    own->offset = in - own->allocation.base;
+}
+
+static bool
+read_inputs(const smp_exchange *x, const smp_device_gather *gather, const size_t *bytes,
+            char why[SMP_DRIVER_TEXT])
+{
+    if (!copy(x, gather->outs[x->self], gather->in, bytes[x->self], x->drain, why)) {
+        return false;
+    }
+    for (int i = 1; i < x->size; i++) { /* each begins with another one */
+        int           m = (x->self + i) % x->size;
+        const member *other = &x->members[m];
+
+        if (other->input != 0 &&
+            (!wait_for(x, x->drain, other->ready, why) ||
+             !copy(x, gather->outs[m], other->input, bytes[m], x->drain, why))) {
+            return false;
+        }
+    }
+    return record(x, x->members[x->self].taken, x->drain, why);
+}
+
+static bool
+take_back(const smp_exchange *x, const smp_device_gather *gather,
+          char why[SMP_DRIVER_TEXT])
+{
+    for (int m = 0; m < x->size; m++) {
+        if (m != x->self && !wait_for(x, x->drain, x->members[m].taken, why)) {
+            return false;
+        }
+    }
+    return record(x, gather->mark->end, x->drain, why);
+}
+
+bool
+smp_exchange_show(smp_exchange *x, const smp_device_gather *gather, size_t bytes,
+                  smp_exchange_input *own, char why[SMP_DRIVER_TEXT])
+{
+    bool done = smp_driver_enter(x->driver, x->context, why);
+
+    if (done) {
+        locate(x, gather->in, bytes, own, why);
+        /* The outputs may have been in use before, like the tensor. */
+        done = leave(x, wait_for(x, x->drain, gather->mark->begin, why) &&
+                            record(x, x->members[x->self].ready, x->drain, why));
+    }
+    return note(x, done);
+}
+
+void
+smp_exchange_drop_gone(smp_exchange *x, int m, const smp_exchange_input *input)
+{
+    char why[SMP_DRIVER_TEXT];
+
+    if (m != x->self && input->gone != 0 &&
+        smp_driver_enter(x->driver, x->context, why)) {
+        smp_imports_drop(&x->imports[m], input->gone);
+        smp_driver_leave(x->driver);
+    }
+}
+
+bool
+smp_exchange_open_input(smp_exchange *x, int m, const smp_exchange_input *input,
+                        char why[SMP_DRIVER_TEXT])
+{
+    const smp_allocation *allocation = &input->allocation;
+    uint64_t              at;
+
+    x->members[m].input = 0;
+    if (m == x->self || allocation->identity == 0) {
+        return true;
+    }
+    at = smp_imports_find(&x->imports[m], allocation->identity);
+    if (at == 0 && smp_driver_enter(x->driver, x->context, why)) {
+        at = smp_imports_open(&x->imports[m], allocation, why);
+        smp_driver_leave(x->driver);
+    }
+    x->members[m].input = at == 0 ? 0 : at + input->offset;
+    return at != 0;
+}
+
+void
+smp_exchange_settle(smp_exchange *x, smp_export_state state)
+{
+    if (x->shown != NULL) {
+        x->shown->state = state;
+    }
+}
+
+bool
+smp_exchange_read(smp_exchange *x, const smp_device_gather *gather, const size_t *bytes,
+                  char why[SMP_DRIVER_TEXT])
+{
+    return note(x, smp_driver_enter(x->driver, x->context, why) &&
+                       leave(x, read_inputs(x, gather, bytes, why)));
+}
+
+bool
+smp_exchange_take_back(smp_exchange *x, const smp_device_gather *gather,
+                       char why[SMP_DRIVER_TEXT])
+{
+    return note(x, smp_driver_enter(x->driver, x->context, why) &&
+                       leave(x, take_back(x, gather, why)));
+}
+
 /* ------------------------------------------------------------------------- marks */
 
 static bool
@@ -596,15 +750,17 @@ begin_trial(smp_exchange *x, char why[SMP_DRIVER_TEXT])
     size_t            bytes;
 
     t->piece = x->half < SMP_TRIAL_BYTES ? x->half : SMP_TRIAL_BYTES;
-    bytes = SMP_TRIAL_ROUNDS * t->piece;
+    bytes = PIECES * t->piece;
     t->outs = calloc((size_t)x->size, sizeof(uint64_t));
     t->lengths = calloc((size_t)x->size, sizeof(size_t));
     if (t->outs == NULL || t->lengths == NULL) {
         memcpy(why, "out of memory", sizeof("out of memory"));
         return false;
     }
-    if (!smp_driver_ok(driver, "cuMemAlloc",
-                       driver->alloc(&t->at, (size_t)(x->size + 1) * bytes), why)) {
+    if (!smp_driver_ok(
+            driver, "cuMemAlloc",
+            driver->alloc(&t->at, smp_driver_blocks((size_t)(x->size + 1) * bytes)),
+            why)) {
         t->at = 0;
         return false;
     }
@@ -647,19 +803,43 @@ smp_exchange_try_drain(smp_exchange *x, int round, char why[SMP_DRIVER_TEXT])
                               x->trial.lengths, why);
 }
 
+/* The last pieces alone; the same addresses serve all rounds before. */
+bool
+smp_exchange_try_show(smp_exchange *x, smp_exchange_input *own,
+                      char why[SMP_DRIVER_TEXT])
+{
+    trial *t = &x->trial;
+    size_t before = SMP_TRIAL_ROUNDS * t->piece;
+
+    t->gather.in += before;
+    for (int m = 0; m < x->size; m++) {
+        t->outs[m] += before;
+    }
+    return smp_exchange_show(x, &t->gather, t->piece, own, why) &&
+           note(x, own->state != SMP_EXPORT_CLOSED);
+}
+
+bool
+smp_exchange_try_read(smp_exchange *x, char why[SMP_DRIVER_TEXT])
+{
+    return smp_exchange_read(x, &x->trial.gather, x->trial.lengths, why);
+}
+
 bool
 smp_exchange_tried(smp_exchange *x, char why[SMP_DRIVER_TEXT])
 {
-    size_t           bytes = SMP_TRIAL_ROUNDS * x->trial.piece;
+    size_t           bytes = PIECES * x->trial.piece;
+    size_t           before = SMP_TRIAL_ROUNDS * x->trial.piece;
     smp_trial_result result = SMP_TRIAL_RIGHT;
 
-    if (!smp_exchange_finish(x, &x->trial.gather, why) ||
+    smp_exchange_settle(x, SMP_EXPORT_OPEN);
+    if (!smp_exchange_take_back(x, &x->trial.gather, why) ||
         !smp_driver_enter(x->driver, x->context, why)) {
         return note(x, false);
     }
     for (int m = 0; m < x->size && result == SMP_TRIAL_RIGHT; m++) {
-        result = smp_trial_read(x->driver, x->trial.outs[m], bytes, x->members[m].seed,
-                                x->drain, why);
+        result = smp_trial_read(x->driver, x->trial.outs[m] - before, bytes,
+                                x->members[m].seed, x->drain, why);
     }
     smp_driver_leave(x->driver);
     smp_exchange_put_mark(x, x->trial.mark);

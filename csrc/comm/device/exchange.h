@@ -22,22 +22,45 @@
  *     before step k - 1, and this member has passed that step.  None has begun
  *     drain(k), since it comes after this member's fill(k).
  *
+ * Tensors in allocations opened by all other members (allocations.h) need no halves.
+ * One such operation, all on the stream "drain":
+ *
+ *     show()        waits for the tensor's writers        | event ready
+ *     read()        others' tensors -> their places       | event taken
+ *     take_back()   waits for the others' copies          | the mark's end
+ *
+ * All members come back from show() before one begins read(), and from read() before
+ * one begins take_back(): two of the common steps, with the vote on new allocations
+ * perhaps between.  The steps of the next operation, of either kind, come after them.
+ *
+ *   - read(j) waits for ready of operation j: show(j) of all has returned.  None has
+ *     begun show(j + 1), since it comes after the step before take_back(j), and this
+ *     member posts that step only after its read(j).
+ *   - take_back(j) waits for taken of operation j: read(j) of all has returned.  None
+ *     has begun read(j + 1), since it comes after show(j + 1) of all, and this member
+ *     comes there only after its take_back(j).
+ *
+ * On the device, too, an event's next record comes after the waits for this one: ready
+ * of j + 1 behind the others' taken of j, on one stream.  These operations use no half,
+ * no filled and no read, and do not count as rounds.
+ *
  * So an awaited event has always been given to the other device before, and host
  * threads wait for each other's calls alone: no wait is in a circle.  (The streams of
  * one rank have the order of its operations, the same on all.)
  *
  * Before the first operation the members gather patterns, in SMP_TRIAL_ROUNDS rounds
- * like those above, and each checks the arrived ones.
+ * like those above and one operation without halves, and each checks the arrived ones.
  *
- * Status     Run by ranks on one shared H100, not yet between two GPUs; the tests have
- *            a stand-in for the driver (tests/core/stand_in.c).  Between hosts there is
+ * Status     The halves were run by ranks on one shared H100, not yet between two GPUs.
+ *            Tensors read where they lie were not yet run on a GPU.  The tests have a
+ *            stand-in for the driver (tests/core/stand_in.c).  Between hosts there is
  *            no path of this kind: an all-gather of GPUs goes through NCCL there.
  * Ownership  Tensors are borrowed until the end of the operation's mark.
- * Threads    fill, drain, finish, open, close: one at a time.  mark, begin, join,
- *            is_over, put_mark: one at a time, beside those.
- * Errors     False, with `why` in the driver's words.  After a failure of fill, drain
- *            or finish the device's further work is unknown: its marks are never over.
- *            In a forked child nothing is done.
+ * Threads    mark, begin, join, is_over, put_mark: one at a time, beside the others;
+ *            these one at a time, too.
+ * Errors     False, with `why` in the driver's words.  After a failure of fill, drain,
+ *            finish, show, read or take_back the device's further work is unknown: its
+ *            marks are never over.  In a forked child nothing is done.
  */
 #ifndef SMP_COMM_DEVICE_EXCHANGE_H
 #define SMP_COMM_DEVICE_EXCHANGE_H
@@ -46,6 +69,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "comm/device/allocations.h"
 #include "comm/memory/user.h"
 #include "device/driver.h"
 
@@ -58,7 +82,17 @@ typedef struct {
     smp_driver_handle memory;
     smp_driver_handle filled[2];
     smp_driver_handle read[2];
+    smp_driver_handle ready;
+    smp_driver_handle taken;
 } smp_exchange_card;
+
+/* A member's input in an operation without halves, for the others. */
+typedef struct {
+    smp_export_state state;
+    uint64_t         gone; /* of its allocations, as smp_exports_find() says */
+    uint64_t         offset;
+    smp_allocation   allocation; /* identity 0: of no bytes */
+} smp_exchange_input;
 
 /* An operation's place in the time of its caller's stream. */
 typedef struct smp_device_mark {
@@ -101,8 +135,13 @@ bool smp_exchange_try_fill(smp_exchange *exchange, int round,
 bool smp_exchange_try_drain(smp_exchange *exchange, int round,
                             char why[SMP_DRIVER_TEXT]);
 
-/* Whether all patterns have arrived, after the last of the rounds; waits for them, 10 s
- * at most. */
+/* Then as show() and read() in an operation without halves. */
+bool smp_exchange_try_show(smp_exchange *exchange, smp_exchange_input *own,
+                           char why[SMP_DRIVER_TEXT]);
+bool smp_exchange_try_read(smp_exchange *exchange, char why[SMP_DRIVER_TEXT]);
+
+/* Whether all patterns have arrived, after the last read; waits for them, 10 s at most.
+ */
 bool smp_exchange_tried(smp_exchange *exchange, char why[SMP_DRIVER_TEXT]);
 
 /* Waits (for a second at most) for the copies under way.  False: they do not end. */
@@ -134,6 +173,32 @@ bool smp_exchange_drain(smp_exchange *exchange, const smp_device_gather *gather,
 /* No round of the operation follows: its mark ends behind all begun work. */
 bool smp_exchange_finish(smp_exchange *exchange, const smp_device_gather *gather,
                          char why[SMP_DRIVER_TEXT]);
+
+/* An operation without halves: this member's input is for the others to read, behind
+ * its mark's begin, or *own says that it cannot be read. */
+bool smp_exchange_show(smp_exchange *exchange, const smp_device_gather *gather,
+                       size_t bytes, smp_exchange_input *own,
+                       char why[SMP_DRIVER_TEXT]);
+
+/* Closes the allocation that an input names as gone. */
+void smp_exchange_drop_gone(smp_exchange *exchange, int member,
+                            const smp_exchange_input *input);
+
+/* Has a member's input open for read(), if it is not CLOSED. */
+bool smp_exchange_open_input(smp_exchange *exchange, int member,
+                             const smp_exchange_input *input,
+                             char                      why[SMP_DRIVER_TEXT]);
+
+/* The vote on the shown input: CLOSED or OPEN from now on. */
+void smp_exchange_settle(smp_exchange *exchange, smp_export_state state);
+
+/* Copies the open inputs, bytes[m] of member m, to their places. */
+bool smp_exchange_read(smp_exchange *exchange, const smp_device_gather *gather,
+                       const size_t *bytes, char why[SMP_DRIVER_TEXT]);
+
+/* The operation's mark ends behind the others' copies. */
+bool smp_exchange_take_back(smp_exchange *exchange, const smp_device_gather *gather,
+                            char why[SMP_DRIVER_TEXT]);
 
 /* A mark of the exchange's; it goes back by put_mark and ends with the exchange.  NULL:
  * none. */

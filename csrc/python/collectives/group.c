@@ -350,11 +350,12 @@ group_use(PyObject *object, PyObject *unused)
         reads = smp_group_reads_memory(self->group);
     }
     return Py_BuildValue(
-        "KKKKNKKs", (unsigned long long)use.operations, (unsigned long long)use.bytes,
+        "KKKKNKKKs", (unsigned long long)use.operations, (unsigned long long)use.bytes,
         (unsigned long long)use.parcels,
         (unsigned long long)use.tensor_bytes + (unsigned long long)use.other_bytes,
         PyBool_FromLong(reads), (unsigned long long)use.device_operations,
-        (unsigned long long)use.device_bytes, why);
+        (unsigned long long)use.device_bytes, (unsigned long long)use.device_reads,
+        why);
 }
 
 /* close(): work items under way are over, with an error */

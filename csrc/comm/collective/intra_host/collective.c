@@ -2,6 +2,7 @@
 #include "comm/collective/intra_host/collective.h"
 
 #include <assert.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -45,7 +46,7 @@ window(const smp_collective *op, smp_range range, size_t round)
 static size_t
 round_skip(const smp_collective *op)
 {
-    return op->step * smp_exchange_half(op->devices.exchange);
+    return (op->step - op->data_step) * smp_exchange_half(op->devices.exchange);
 }
 
 static size_t
@@ -395,6 +396,53 @@ collect_device(smp_collective *op, int *member)
     return SMP_OK;
 }
 
+/* The first steps of a gather where tensors lie. */
+static smp_devices_next
+go_on_reading(smp_collective *op)
+{
+    return op->step == 0 ? smp_devices_see(&op->devices, op->why)
+                         : smp_devices_count(&op->devices);
+}
+
+static smp_status
+collect_reading(smp_collective *op, int *member)
+{
+    smp_exchange *exchange = op->devices.exchange;
+    smp_status    status;
+    bool          done = false;
+
+    if (op->step == op->data_step + 1) {
+        done = smp_exchange_take_back(exchange, op->call.gather, op->why);
+        *member = op->barrier->self;
+        return done ? SMP_OK : SMP_ERR_SYSTEM;
+    }
+    switch (go_on_reading(op)) {
+    case SMP_DEVICES_ROUNDS:
+        smp_plan_rounds(op, op->step + 1);
+        return SMP_OK;
+    case SMP_DEVICES_VOTES:
+        op->data_step = 1;
+        op->steps = 3;
+        return SMP_OK;
+    case SMP_DEVICES_READ:
+        /* A member uses its tensor again after giving up. */
+        status = smp_epoch_barrier_given_up(op->barrier, member);
+        if (status != SMP_OK) {
+            return status;
+        }
+        for (int m = 0; m < op->barrier->size; m++) {
+            op->lengths[m] = op->pulls[m].count * op->element;
+        }
+        atomic_fetch_add(&op->devices.reads, 1);
+        done = smp_exchange_read(exchange, op->call.gather, op->lengths, op->why);
+        break;
+    case SMP_DEVICES_FAILED:
+        break;
+    }
+    *member = op->barrier->self;
+    return done ? SMP_OK : SMP_ERR_SYSTEM;
+}
+
 /* ---------------------------------------------------------------------- agreement */
 
 static const smp_notice *
@@ -486,7 +534,7 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
     op->data_step = op->call.out_counts != NULL;
     smp_plan_ranges(op);
     if (op->call.gather != NULL || op->call.offer != NULL) {
-        smp_plan_on_devices(op, smp_call_longest(&op->call, barrier->size));
+        smp_plan_on_devices(op);
     } else {
         smp_plan_way(op, op->call.out_counts != NULL
                              ? 0
@@ -501,28 +549,44 @@ smp_collective_begin(smp_collective *op, const smp_call *call, uint64_t sequence
 smp_status
 smp_collective_prepare(smp_collective *op)
 {
-    smp_epoch_barrier *barrier = op->barrier;
+    smp_devices *devices = &op->devices;
+    int          self = op->barrier->self;
+    bool         done = true;
 
-    if (op->way == SMP_BY_MEETING) {
-        op->devices.skip = op->header;
-        smp_devices_prepare(&op->devices, op->step, op->call.offer);
+    devices->skip = op->header;
+    switch (op->way) {
+    case SMP_BY_MEETING:
+        smp_devices_prepare(devices, op->step, op->call.offer);
+        break;
+    case SMP_BY_READING:
+        if (op->step == 0) {
+            done = smp_devices_show(devices, op->call.gather,
+                                    op->pulls[self].count * op->element, op->why);
+        } else if (op->step == op->data_step) {
+            smp_devices_vote(devices);
+        }
+        break;
+    case SMP_BY_DEVICE:
+        done = smp_exchange_fill(devices->exchange, op->call.gather, round_skip(op),
+                                 round_bytes(op, self), op->why);
+        break;
+    default:
+        break;
     }
-    if (op->way != SMP_BY_DEVICE ||
-        smp_exchange_fill(op->devices.exchange, op->call.gather, round_skip(op),
-                          round_bytes(op, barrier->self), op->why)) {
-        return SMP_OK;
-    }
-    return SMP_ERR_SYSTEM;
+    return done ? SMP_OK : SMP_ERR_SYSTEM;
 }
 
 void
 smp_collective_finish(smp_collective *op)
 {
-    char why[SMP_DRIVER_TEXT];
+    smp_exchange *exchange = op->devices.exchange;
+    char          why[SMP_DRIVER_TEXT];
 
     /* A failure here leaves the mark never over. */
-    if (op->way == SMP_BY_DEVICE && op->devices.exchange != NULL) {
-        (void)smp_exchange_finish(op->devices.exchange, op->call.gather, why);
+    if (op->way == SMP_BY_DEVICE && exchange != NULL) {
+        (void)smp_exchange_finish(exchange, op->call.gather, why);
+    } else if (op->way == SMP_BY_READING && exchange != NULL) {
+        (void)smp_exchange_take_back(exchange, op->call.gather, why);
     }
 }
 
@@ -600,6 +664,8 @@ smp_collective_collect(smp_collective *op, bool *whole, int *member)
         return SMP_OK;
     case SMP_BY_DEVICE:
         return collect_device(op, member);
+    case SMP_BY_READING:
+        return collect_reading(op, member);
     case SMP_BY_MEETING:
         smp_devices_collect(&op->devices, op->step);
         return SMP_OK;

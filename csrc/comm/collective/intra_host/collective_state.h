@@ -1,7 +1,7 @@
 /* The state of a group's operation, and its ways.
  *
  * Every operation is a set of pulls: each member takes ranges of the others' `in` and
- * copies or reduces them into its `out`.  There are four ways.
+ * copies or reduces them into its `out`.  There are five ways.
  *
  *   SLOTS   In each step a member puts the next piece of its `in` into its slot: one
  *           for all, or a cell for each member.  Data come with the first step.
@@ -19,6 +19,9 @@
  *   DEVICE  An all-gather of tensors on devices: steps are the rounds of
  *           comm/device/exchange.h.  MEETING: the operation before the first of these
  *           (comm/collective/intra_host/devices.h).
+ *
+ *   READING One of larger tensors on devices, read where they lie.  The first step may
+ *           decide, and the second, that it goes on by DEVICE.
  */
 #ifndef SMP_COMM_COLLECTIVE_INTRA_HOST_COLLECTIVE_STATE_H
 #define SMP_COMM_COLLECTIVE_INTRA_HOST_COLLECTIVE_STATE_H
@@ -38,6 +41,7 @@ typedef enum {
     SMP_BY_SPLIT,
     SMP_BY_MEMORY,
     SMP_BY_DEVICE,
+    SMP_BY_READING,
     SMP_BY_MEETING
 } smp_way;
 
@@ -82,7 +86,7 @@ typedef struct {
     bool     writes;      /* by memory: members write into the targets */
     bool     is_small;    /* only the slots come into question */
     bool     is_large;    /* copies go past the caches */
-    size_t   data_step;   /* by slots: the first with data */
+    size_t   data_step;   /* by slots or device: the first with data */
     size_t   steps;       /* of the operation */
     size_t   step;        /* now */
     int      turn;        /* by memory: finished pulls, and */

@@ -13,6 +13,10 @@
  * find the beginning there. */
 #define UNCACHED_BYTES ((size_t)32 << 20)
 
+/* Up to here, the device's second copy is taken to cost less than a second step, and a
+ * second wait of one device for another.  Not measured. */
+#define ROUND_BYTES ((size_t)256 << 10)
+
 const uint64_t *
 smp_plan_counts(const smp_collective *op, int member)
 {
@@ -68,20 +72,32 @@ reads(const smp_collective *op)
 }
 
 void
-smp_plan_on_devices(smp_collective *op, size_t most)
+smp_plan_rounds(smp_collective *op, size_t first)
 {
-    size_t half;
+    size_t most = smp_call_longest(&op->call, op->barrier->size) * op->element;
+    size_t half = smp_exchange_half(op->devices.exchange);
+
+    op->way = SMP_BY_DEVICE;
+    op->data_step = first;
+    op->steps = first + (most + half - 1) / half;
+    op->steps += most == 0;
+}
+
+void
+smp_plan_on_devices(smp_collective *op)
+{
+    size_t most = smp_call_longest(&op->call, op->barrier->size) * op->element;
 
     op->is_small = true; /* no address in the notices */
     if (op->call.offer != NULL) {
         op->way = SMP_BY_MEETING;
         op->steps = SMP_DEVICES_STEPS;
-        return;
+    } else if (most <= ROUND_BYTES && most <= smp_exchange_half(op->devices.exchange)) {
+        smp_plan_rounds(op, 0);
+    } else {
+        op->way = SMP_BY_READING;
+        op->steps = 2;
     }
-    half = smp_exchange_half(op->devices.exchange);
-    op->way = SMP_BY_DEVICE;
-    op->steps = (most * op->element + half - 1) / half;
-    op->steps += op->steps == 0;
 }
 
 static void

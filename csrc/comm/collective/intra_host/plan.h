@@ -17,8 +17,11 @@ void smp_plan_ranges(smp_collective *op);
 /* The way for at most `most` elements between two members: SLOTS, SPLIT, or MEMORY. */
 void smp_plan_way(smp_collective *op, size_t most);
 
-/* Between devices, all steps have the same way. */
-void smp_plan_on_devices(smp_collective *op, size_t most);
+/* Between devices: MEETING, DEVICE, or READING. */
+void smp_plan_on_devices(smp_collective *op);
+
+/* The way is DEVICE from step `first` on. */
+void smp_plan_rounds(smp_collective *op, size_t first);
 
 /* Goes by memory if the others' tensors are mapped, as op->ins and op->outs tell.  All
  * members come to the same answer, for each knows the places of all tensors. */

@@ -1,0 +1,98 @@
+/* Device memory allocated by the user (PyTorch's allocator), shown to other ranks of
+ * the host, and opened by them.
+ *
+ * Owner: *exports*.  An address belongs to an allocation, with an identity that no
+ * other allocation of the process has, then or later.  Each is exported once, and has a
+ * state:
+ *
+ *   NEW     its readers have not opened it yet
+ *   OPEN    all of them have
+ *   CLOSED  it cannot be exported, or one of them cannot open it: for good
+ *
+ * Reader: *imports*.  An allocation is opened once.  It stays open until its owner
+ * names it as gone, or shows another one at its address; the rest is closed at the end.
+ *
+ * An owner names an allocation as gone that it finds freed, or that was used least
+ * recently among SMP_EXPORTS.  In both cases no reader's copy from it is under way: the
+ * owner's memory is the user's again only behind those copies, and the second case
+ * waits for the rest of the stream behind them.
+ *
+ * CUDA leaves it undefined that an owner frees memory while a reader has it open [CUDA
+ * Driver API, cuIpcOpenMemHandle].  No reader uses such memory.  UCX's cache of opened
+ * handles (cuda_ipc) closes those as late: when another handle has their address.
+ *
+ * Status   Run with the tests' stand-in for the driver (tests/core/stand_in.c), not yet
+ *          on a GPU.
+ * Threads  one at a time.  The device's context is current, but for find() and forget()
+ *          of imports.
+ */
+#ifndef SMP_COMM_DEVICE_ALLOCATIONS_H
+#define SMP_COMM_DEVICE_ALLOCATIONS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "device/driver.h"
+
+/* The most of an owner's allocations known to its readers. */
+#define SMP_EXPORTS 256
+
+/* An allocation, for its readers. */
+typedef struct {
+    uint64_t          identity; /* from 1 */
+    uint64_t          base;     /* its owner's address */
+    uint64_t          bytes;
+    smp_driver_handle memory;
+} smp_allocation;
+
+typedef enum { SMP_EXPORT_CLOSED, SMP_EXPORT_NEW, SMP_EXPORT_OPEN } smp_export_state;
+
+typedef struct {
+    smp_allocation   allocation;
+    smp_export_state state;
+    uint64_t         used; /* the time of its last use */
+} smp_export;
+
+/* All-zero, but for the driver, are none. */
+typedef struct {
+    const smp_driver *driver;
+    int               n;
+    uint64_t          time; /* uses so far */
+    smp_export        entries[SMP_EXPORTS];
+} smp_exports;
+
+/* The allocation with the `bytes` at `at`, until the next call; all uses of such
+ * addresses end before the rest of `stream`.  *gone: an allocation's identity, to be
+ * told to all readers; 0: none.  NULL with `why`: there is none for readers now. */
+smp_export *smp_exports_find(smp_exports *exports, uint64_t at, size_t bytes,
+                             void *stream, uint64_t *gone, char why[SMP_DRIVER_TEXT]);
+
+/* An open allocation of another rank. */
+typedef struct smp_import smp_import;
+
+/* One owner's.  All-zero, but for the driver, are none. */
+typedef struct {
+    const smp_driver *driver;
+    smp_import       *first; /* owned, linked; the last one used */
+} smp_imports;
+
+/* The address here of the open allocation with this identity; 0: there is none.  No
+ * context is needed. */
+uint64_t smp_imports_find(smp_imports *imports, uint64_t identity);
+
+/* Opens an allocation, after closing others at its owner's addresses: its address here,
+ * or 0 with `why`. */
+uint64_t smp_imports_open(smp_imports *imports, const smp_allocation *allocation,
+                          char why[SMP_DRIVER_TEXT]);
+
+/* Closes the one with this identity, if it is open. */
+void smp_imports_drop(smp_imports *imports, uint64_t identity);
+
+/* Closes all. */
+void smp_imports_close(smp_imports *imports);
+
+/* Frees the books, and leaves what is open to the end of the process. */
+void smp_imports_forget(smp_imports *imports);
+
+#endif
