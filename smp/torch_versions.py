@@ -86,6 +86,7 @@ EVENTS_CROSS_THREADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 
 PRIVATE: dict[str, tuple[str, ...]] = {
     "torch": (
         "_amp_foreach_non_finite_check_and_unscale_",
+        "_assert_async",
         "_foreach_add",
         "_foreach_add_",
         "_foreach_addcmul_",

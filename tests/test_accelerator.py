@@ -4,6 +4,7 @@ Spec: design.md, sections 3 (state that threads do not inherit) and 6 (staging).
 trees on an accelerator are in ``tests/test_equality.py``.
 """
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -290,6 +291,71 @@ def test_the_codec_by_itself_takes_tensors_of_a_device(device):
     for mine, tensor in zip(got, value, strict=True):
         assert mine.device == tensor.device and mine.stride() == tensor.stride()
         assert torch.equal(mine.cpu(), tensor.cpu())
+
+
+# Calls with a tensor ``x`` of a device, and a mask ``m`` of it, that wait for the device.
+WAITS = {
+    "item": lambda x, m: x.sum().item(),
+    "truth": lambda x, m: bool(m.any()),
+    "list": lambda x, m: x.tolist(),
+    "to the host": lambda x, m: x.cpu(),
+    "from the host": lambda x, m: torch.ones(3, device="cpu").to(x.device),
+    "made of numbers": lambda x, m: x.new_tensor([1, 2]),
+    "nonzero": lambda x, m: x.nonzero(),
+    "masked": lambda x, m: x[m],
+    "written by mask": lambda x, m: x.index_put_((m,), x[:4]),
+    "unique": lambda x, m: x.unique(),
+    "equal": lambda x, m: torch.equal(x, x),
+    "stream": lambda x, m: torch.accelerator.current_stream().synchronize(),
+}
+WAITS_OF_PRETENDED = {  # torch.cuda does not tell of these
+    "device": lambda x, m: torch.accelerator.synchronize(),
+    "event": lambda x, m: torch.accelerator.current_stream().record_event().synchronize(),
+}
+ON_HOST = torch.ones(6)  # stays until it is copied
+NO_WAITS = {
+    "from the host": lambda x, m: x.copy_(ON_HOST, non_blocking=True),
+    "indices": lambda x, m: x[x.long()],
+    "a number by mask": lambda x, m: x.index_put_((m,), x.sum()),
+    "where": lambda x, m: torch.where(m, x, 0).masked_fill(m, 1),
+    "with a number of the host": lambda x, m: x + torch.tensor(1.0, device="cpu"),
+    "cast": lambda x, m: x.double(),
+    "dropout": lambda x, m: nn.functional.dropout(x, 0.5),
+    "assertion": lambda x, m: torch._assert_async((x == x).all()),
+    "event": lambda x, m: torch.accelerator.current_stream().record_event().query(),
+}
+
+
+@on_ranks(1)
+@on_accelerators
+@pytest.mark.parametrize("mode", ["error", "warn"])
+def test_waits_of_the_host_are_told(device, mode):
+    smp.init()
+    on = use(device)
+    module = torch.get_device_module(on)
+    x = torch.arange(6.0).to(on)
+    mask = x > 1
+    waits, kind = WAITS, RuntimeError if mode == "error" else UserWarning
+    if device == accelerator.NAME and mode == "error":  # torch prints warnings of these
+        waits = {**WAITS, **WAITS_OF_PRETENDED}
+
+    def is_told(call):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                call(x, mask)
+        except kind as told:
+            assert "host waits for" in str(told) or "synchronizing" in str(told)
+            return True
+        return False
+
+    module.set_sync_debug_mode(mode)
+    try:
+        assert [name for name, call in waits.items() if not is_told(call)] == []
+        assert [name for name, call in NO_WAITS.items() if is_told(call)] == []
+    finally:
+        module.set_sync_debug_mode("default")
+    assert not any(map(is_told, waits.values()))
 
 
 def test_a_compiled_accelerator_is_compiled_once():

@@ -332,6 +332,17 @@ def test_targets_that_are_no_ids_are_named(dtype):
         kernels.cross_entropy_statistics(logits, targets[:2], 0, 10)
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("device", DEVICES[1:2])  # a GPU is of no use behind an assertion
+def test_a_target_that_is_no_id_fails_an_assertion_of_the_device(device):
+    smp.init()
+    logits, targets = torch.zeros(2, 4), torch.tensor([9, -100])
+    on = use(device)
+    kernels.cross_entropy_statistics(logits.to(on), targets.to(on), 2, 10)
+    with pytest.raises(RuntimeError, match=r"a target is not in \[0, 9\)"):
+        kernels.cross_entropy_statistics(logits.to(on), targets.to(on), 2, 9)
+
+
 def test_a_second_backward_in_place_is_refused():
     logits = torch.randn(2, 5).requires_grad_()
     targets = torch.tensor([1, 2])

@@ -65,6 +65,7 @@ def partition_models(
     """
     if rt.tp_size > 1 and rt.home is not None:
         group.refuse_gloo_on_gpus(rt.home)
+        group.meet(rt.home)
     sync_batch_norm.prepare(models, rt)
     if rt.in_sequence:
         sequence.prepare()

@@ -5,13 +5,14 @@ pipeline parallelism, else at the partition; the inputs of a step follow.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from smp import _core
 from smp.modules import conversion
+from smp.slicing import parameter_marks
 
 
 def home_of(module: nn.Module, local_rank: int) -> torch.device | None:
@@ -64,7 +65,10 @@ def move(module: nn.Module, device: torch.device, local: set[nn.Module] | None =
     """
     with keeping_parameters(device):
         if local is None:
-            module._apply(mover(device))
+            with ExitStack() as marks:  # of modules split by their own constructors
+                for one in module.modules():
+                    marks.enter_context(parameter_marks.kept(one))
+                module._apply(mover(device))
         else:
             conversion.convert(module, mover(device), local)
 

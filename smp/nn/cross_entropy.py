@@ -123,7 +123,7 @@ def vocabulary_parallel_cross_entropy(
         a scalar, or ``[...]`` with ``reduction="none"``; in the dtype of ``F.cross_entropy``.
 
     Raises:
-        IndexError: a label is none of the classes.
+        IndexError: a label is none of the classes; on a GPU an assertion fails.
         TypeError: the labels are no integers.
         ValueError: wrong shapes, an unknown reduction, or a head cut by its inputs.
     """

@@ -89,7 +89,7 @@ class DistributedLinear(nn.Linear, DistributedModule):
             position's class.
 
         Raises:
-            IndexError: a label is none of the classes.
+            IndexError: a label is none of the classes; on a GPU an assertion fails.
             ValueError: the input has another number of channels.
         """
         if input.dim() == 0 or input.size(-1) != self.in_features:

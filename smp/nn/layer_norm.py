@@ -112,7 +112,8 @@ class _SplitNorm(Function):
         moments = torch.stack(torch.var_mean(wide, -1, correction=0))
         variances, means = _everyones(moments, ctx.call).unbind(1)
         # Sums of squares would cancel where the mean is large.
-        weights = wide.new_tensor(shares).div_(ctx.channels).view(-1, *[1] * (x.dim() - 1))
+        weights = wide.new_full((len(shares), *[1] * (x.dim() - 1)), shares[-1] / ctx.channels)
+        weights[: ctx.channels % len(shares)] = shares[0] / ctx.channels  # one channel more
         mean = (weights * means).sum(0)
         variance = (weights * (variances + (means - mean).square())).sum(0)
         rstd = (variance + eps).rsqrt()

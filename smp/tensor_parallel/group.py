@@ -225,6 +225,19 @@ def refuse_gloo_on_gpus(device: torch.device) -> None:
         )
 
 
+def meet(device: torch.device) -> None:
+    """Make the TP_GROUP's first operations of a device's tensors, before a pipeline's steps.
+
+    The first call of an all-gather, and of any other operation, waits for the other ranks: GPUs
+    meet, or NCCL makes a communicator.  Within a step these ranks would wait for word of
+    tp_rank 0's call, sent at its return.  Collective over the TP_GROUP.
+    """
+    tp_group = ranks.get_tp_process_group()
+    own = torch.zeros(1, device=device)
+    torch_versions.all_gather_single(own.new_empty(size()), own, group=tp_group)
+    dist.all_reduce(own, group=tp_group)
+
+
 def _is_gloo(tp_group: Any, tensor: Tensor) -> bool:
     """Whether gloo serves such tensors: all of host memory but smddp's."""
     return tensor.is_cpu or tp_group._get_backend(tensor.device).name() == "gloo"

@@ -158,6 +158,12 @@ def _on_device(device: torch.device | int) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
+def _set_sync_debug_mode(mode: int | str) -> None:
+    """As ``torch.cuda.set_sync_debug_mode``, also for waits for events and devices."""
+    names = ("default", "warn", "error")
+    torch.ops.pretend.set_sync_debug_mode(names.index(mode) if mode in names else int(mode))
+
+
 def _device_module() -> ModuleType:
     """What ``torch.cuda`` is for CUDA: the part of it that PyTorch and smp use."""
     module = ModuleType(f"torch.{NAME}")
@@ -170,6 +176,8 @@ def _device_module() -> ModuleType:
     module.set_device = torch.accelerator.set_device_index
     module.device = _on_device
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.set_sync_debug_mode = _set_sync_debug_mode
+    module.get_sync_debug_mode = torch.ops.pretend.get_sync_debug_mode
     module.manual_seed = module.manual_seed_all = torch.ops.pretend.manual_seed
     module.get_rng_state = lambda device=None: torch.ops.pretend.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.ops.pretend.set_rng_state(state)

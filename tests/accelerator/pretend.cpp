@@ -7,7 +7,8 @@
  *     they return: they wait in a queue until something of the device runs, or somebody
  *     waits for an event or a stream.  Whoever reads too early reads old bytes, and
  *     whoever gives host memory back too early has others' bytes copied;
- *   - it has random numbers of its own.
+ *   - it has random numbers of its own;
+ *   - waits of the host for it can be warned of, or be errors (set_sync_debug_mode).
  *
  * Every operator runs on the CPU (at::native::cpu_fallback), so results have the CPU's
  * bits.  One device, whose streams share one queue.
@@ -154,6 +155,37 @@ run_all()
     }
 }
 
+// Waits of the host.
+
+std::atomic<int>  sync_debug_mode; // 0: none is told; 1: warnings; 2: errors
+thread_local bool is_inside; // an operator of this device, whose copies are not told
+
+struct Inside {
+    bool before = is_inside;
+
+    Inside()
+    {
+        is_inside = true;
+    }
+    ~Inside()
+    {
+        is_inside = before;
+    }
+};
+
+// Where torch's CUDA calls warn_or_error_on_sync (c10/cuda/CUDAFunctions.cpp), and at
+// waits for a device or an event, of which CUDA does not tell.
+void
+tell_of_wait(const std::string &call)
+{
+    const int mode = is_inside ? 0 : sync_debug_mode.load();
+
+    TORCH_CHECK(mode < 2, "the host waits for the pretended device: ", call);
+    if (mode == 1) {
+        TORCH_WARN("the host waits for the pretended device: ", call);
+    }
+}
+
 void
 enqueue(void *to, const void *from, size_t bytes)
 {
@@ -285,11 +317,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void
     synchronizeStream(const c10::Stream &) const override
     {
+        tell_of_wait("a stream's synchronize");
         run_all();
     }
     void
     synchronizeDevice(const c10::DeviceIndex) const override
     {
+        tell_of_wait("a device's synchronize");
         run_all();
     }
 
@@ -323,6 +357,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void
     synchronizeEvent(void *event) const override
     {
+        tell_of_wait("an event's synchronize");
+
         std::lock_guard<std::mutex> guard(queue_lock);
 
         while (event != nullptr && done < *static_cast<uint64_t *>(event)) {
@@ -521,6 +557,9 @@ copy_from(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
         enqueue(to.data_ptr(), from.data_ptr(), from.nbytes());
         return to;
     }
+    if (!non_blocking && from.is_cpu() != to.is_cpu() && from.numel() > 0) {
+        tell_of_wait(from.is_cpu() ? "a copy from the host" : "a copy to the host");
+    }
     run_all();
     on_host(to).copy_(on_host(from));
     return to;
@@ -536,6 +575,7 @@ copy_from_and_resize(const at::Tensor &from, const at::Tensor &to)
 at::Scalar
 local_scalar_dense(const at::Tensor &self)
 {
+    tell_of_wait("aten::_local_scalar_dense");
     run_all();
     return at::_local_scalar_dense(on_host(self));
 }
@@ -567,7 +607,8 @@ convolution(const at::Tensor &input, const at::Tensor &weight,
             at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
             at::IntArrayRef output_padding, int64_t groups)
 {
-    const auto added =
+    const Inside inside;
+    const auto   added =
         bias && bias->defined() ? std::optional(bias->cpu()) : std::nullopt;
 
     return at::convolution(input.cpu(), weight.cpu(), added, stride, padding, dilation,
@@ -582,6 +623,7 @@ convolution_backward(const at::Tensor &gradient, const at::Tensor &input,
                      at::IntArrayRef output_padding, int64_t groups,
                      std::array<bool, 3> wanted)
 {
+    const Inside                 inside;
     const std::array<int64_t, 1> bias{gradient.size(1)};
     const auto                   all = at::convolution_backward(
                           gradient.cpu(), input.cpu(), weight.cpu(),
@@ -687,9 +729,49 @@ gru_cell_backward(const at::Tensor &grad_hy, const at::Tensor &workspace, bool h
             has_bias ? sum_of_rows(of_hidden) : at::Tensor()};
 }
 
+// Whether an index is a mask: the number of its elements depends on values.
+bool
+has_mask(const c10::IValue &indices)
+{
+    for (const c10::IValue &index : indices.toListRef()) {
+        if (index.isTensor() && index.toTensor().defined() &&
+            (index.toTensor().scalar_type() == c10::kBool ||
+             index.toTensor().scalar_type() == c10::kByte)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+// Whether the operator's result, or its shape, is known to the host from values alone.
+bool
+waits_for_values(const c10::OperatorHandle &op, const torch::jit::Stack &stack)
+{
+    const std::string &name = op.schema().name();
+    const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+
+    if (name == "aten::index") {
+        return has_mask(arguments[1]);
+    }
+    if (name == "aten::index_put_" || name == "aten::_index_put_impl_") {
+        return has_mask(arguments[1]) && arguments[2].toTensor().numel() > 1;
+    }
+    if (name == "aten::repeat_interleave") {
+        return arguments.back().isNone(); // output_size
+    }
+    return name == "aten::equal" || op.hasTag(at::Tag::dynamic_output_shape) ||
+           op.hasTag(at::Tag::data_dependent_output);
+}
+
 void
 fallback(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 {
+    if (sync_debug_mode.load() > 0 && waits_for_values(op, *stack)) {
+        tell_of_wait(op.schema().name());
+    }
+
+    const Inside inside;
+
     run_all();
     at::native::cpu_fallback(op, stack);
 }
@@ -731,6 +813,18 @@ late_copies()
     std::lock_guard<std::mutex> guard(queue_lock);
 
     return static_cast<int64_t>(copies);
+}
+
+void
+set_sync_debug_mode(int64_t mode)
+{
+    sync_debug_mode = static_cast<int>(mode);
+}
+
+int64_t
+get_sync_debug_mode()
+{
+    return sync_debug_mode;
 }
 
 void
@@ -792,6 +886,8 @@ TORCH_LIBRARY(pretend, m)
     m.def("use_driver(str path) -> ()", &use_driver);
     m.def("use_driver_memory(bool used) -> ()", &use_driver_memory);
     m.def("late_copies() -> int", &late_copies);
+    m.def("set_sync_debug_mode(int mode) -> ()", &set_sync_debug_mode);
+    m.def("get_sync_debug_mode() -> int", &get_sync_debug_mode);
     m.def("manual_seed(int seed) -> ()", &manual_seed);
     m.def("get_rng_state() -> Tensor", &get_rng_state);
     m.def("set_rng_state(Tensor state) -> ()", &set_rng_state);

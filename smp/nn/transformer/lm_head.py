@@ -105,7 +105,8 @@ class DistributedTransformerLMHead(DistributedModule):
             labels: the mean loss of this rank's samples, a scalar; no rank has whole logits.
 
         Raises:
-            IndexError: an id or a label is no row of the embedding.
+            IndexError: an id or a label is no row of the embedding; on a GPU an assertion
+                fails.
             TypeError: another number of inputs.
             ValueError: ids of another shape, or more positions than ``num_positions``.
         """

@@ -44,9 +44,10 @@ def alibi(heads: range, of: int, keys: int, most: int, like: Tensor) -> Tensor:
     Source: Press et al., arXiv:2108.12409.
     """
     wide = 2 ** math.ceil(math.log2(of))
-    slopes = [2.0 ** (-most * (i + 1) / wide) for i in range(wide)]
-    if wide != of:  # the paper's order where heads are no power of two
-        slopes = (slopes[1::2] + slopes[0::2])[:of]
-    own = torch.tensor([slopes[h] for h in heads], dtype=like.dtype, device=like.device)
+    # Made there: a copy from the host would wait for the device.
+    at = torch.arange(heads.start, heads.stop, dtype=torch.float64, device=like.device)
+    if wide != of:  # the paper's order where heads are no power of two: 1, 3, ..., 0, 2, ...
+        at = 2 * at + torch.where(2 * at < wide, 1, -wide)
+    own = (-most / wide * (at + 1)).exp2().to(like.dtype)
     distance = torch.arange(1 - keys, 1, dtype=like.dtype, device=like.device)
     return own[None, :, None, None] * distance[None, None, None, :]

@@ -41,7 +41,8 @@ def split_head_losses(
         0 where the label is ``ignore_index``.
 
     Raises:
-        IndexError: a label is none of the classes; on every tp_rank.
+        IndexError: a label is none of the classes; on every tp_rank.  On a GPU an assertion
+            fails there, as in ``F.cross_entropy``.
     """
     if group.same_samples():
         lengths = [hidden.size(0)] * group.size()

@@ -418,7 +418,8 @@ def cross_entropy_statistics(
 
     logits [rows, columns]; targets [rows], int64; a row with ``ignore_index`` does not count.
     Statistics of float64 logits are float64.  Raises IndexError for a target neither
-    ``ignore_index`` nor in [0, vocabulary), and ValueError for wrong shapes.
+    ``ignore_index`` nor in [0, vocabulary), and ValueError for wrong shapes.  On a device such
+    a target fails an assertion there, as in ``F.cross_entropy``: the host does not wait.
     """
     if logits.dim() != 2 or not 0 <= start <= vocabulary - logits.shape[1]:
         raise ValueError(
@@ -446,8 +447,11 @@ def cross_entropy_statistics(
         wrong = None
         statistics = _statistics(logits, targets - start, bool(label_smoothing))
     if wrong is None:
-        bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
-        wrong = int(bad.long().argmax()) if bad.any() else len(targets)
+        fits = (targets == ignore_index) | ((targets >= 0) & (targets < vocabulary))
+        if not targets.is_cpu:
+            torch._assert_async(fits.all(), f"a target is not in [0, {vocabulary})")
+            return statistics
+        wrong = len(targets) if fits.all() else int(fits.long().argmin())
     if wrong < len(targets):
         raise IndexError(
             f"targets[{wrong}] is {int(targets[wrong])}; it must be in [0, {vocabulary}) or "
