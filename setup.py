@@ -125,6 +125,7 @@ def gpu_kernels() -> list[str]:
         "-O3",
         "-Icsrc",
         "--fatbin",
+        "--threads=2",
         *GPUS,
         "-Xfatbin",
         "-compress-all",

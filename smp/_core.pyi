@@ -826,7 +826,7 @@ def tp_gather(
     count: int, rows: int, columns: int, start: int, table: Tensor, ids: Tensor, out: Tensor, /
 ) -> None:
     """out [count, columns]: the row of the table [rows, columns] for each id from ``start`` on;
-    zeros where another rank has it."""
+    zeros where another rank has it.  Host memory only."""
 
 def tp_scatter(
     count: int,

@@ -60,7 +60,7 @@ tp_residual(PyObject *module, PyObject *args)
         return NULL;
     }
     call.dtype = see.dtype;
-    return smp_tp_run(&see, SMP_TP_GPU_RESIDUAL, &call, call.rows, NULL);
+    return smp_tp_run(&see, SMP_TP_GPU_RESIDUAL, &call, NULL);
 }
 
 PyDoc_STRVAR(tp_residual_backward_doc,
@@ -101,7 +101,7 @@ tp_residual_backward(PyObject *module, PyObject *args)
     }
     call.dtype = see.dtype;
     call.scratch = given.floats;
-    return smp_tp_run(&see, SMP_TP_GPU_RESIDUAL_BACKWARD, &call, call.rows, &given);
+    return smp_tp_run(&see, SMP_TP_GPU_RESIDUAL_BACKWARD, &call, &given);
 }
 
 /* The format of a smp_tp_sight. */
@@ -220,7 +220,7 @@ tp_softmax(PyObject *module, PyObject *args)
     }
     call.dtype = see.dtype;
     call.scratch = given.floats;
-    return smp_tp_run(&see, SMP_TP_GPU_SOFTMAX, &call, call.rows, &given);
+    return smp_tp_run(&see, SMP_TP_GPU_SOFTMAX, &call, &given);
 }
 
 PyDoc_STRVAR(tp_softmax_backward_doc,
@@ -268,7 +268,7 @@ tp_softmax_backward(PyObject *module, PyObject *args)
     }
     call.dtype = see.dtype;
     call.scratch = given.floats;
-    return smp_tp_run(&see, SMP_TP_GPU_SOFTMAX_BACKWARD, &call, call.rows, &given);
+    return smp_tp_run(&see, SMP_TP_GPU_SOFTMAX_BACKWARD, &call, &given);
 }
 
 PyDoc_STRVAR(tp_norm_doc,
@@ -320,7 +320,7 @@ tp_norm(PyObject *module, PyObject *args)
     }
     call.rstd = call.mean + call.rows;
     call.dtype = see.dtype;
-    return smp_tp_run(&see, SMP_TP_GPU_NORM, &call, call.rows, NULL);
+    return smp_tp_run(&see, SMP_TP_GPU_NORM, &call, NULL);
 }
 
 PyDoc_STRVAR(
@@ -382,7 +382,7 @@ tp_norm_backward(PyObject *module, PyObject *args)
     call.rstd = call.mean + call.rows;
     call.dtype = see.dtype;
     call.scratch = given.floats;
-    return smp_tp_run(&see, SMP_TP_GPU_NORM_BACKWARD, &call, call.rows, &given);
+    return smp_tp_run(&see, SMP_TP_GPU_NORM_BACKWARD, &call, &given);
 }
 
 PyDoc_STRVAR(
@@ -435,7 +435,7 @@ tp_cross_entropy(PyObject *module, PyObject *args)
     }
     call.dtype = see.dtype;
     if (see.device.type != SMP_DL_CPU) {
-        return smp_tp_run(&see, SMP_TP_GPU_CROSS_ENTROPY, &call, call.rows, NULL);
+        return smp_tp_run(&see, SMP_TP_GPU_CROSS_ENTROPY, &call, NULL);
     }
     Py_BEGIN_ALLOW_THREADS;
     wrong = smp_tp_kernels_best()->cross_entropy(&call);
@@ -488,7 +488,17 @@ tp_cross_entropy_backward(PyObject *module, PyObject *args)
         return NULL;
     }
     call.dtype = see.dtype;
-    return smp_tp_run(&see, SMP_TP_GPU_CROSS_ENTROPY_BACKWARD, &call, call.rows, NULL);
+    return smp_tp_run(&see, SMP_TP_GPU_CROSS_ENTROPY_BACKWARD, &call, NULL);
+}
+
+/* Embeddings on a GPU are torch's. */
+static void
+check_on_host(smp_tp_seen *see, const char *kernel)
+{
+    if (!see->failed && see->device.type != SMP_DL_CPU) {
+        PyErr_Format(PyExc_BufferError, "%s: tensors in host memory only", kernel);
+        see->failed = true;
+    }
 }
 
 PyDoc_STRVAR(tp_gather_doc, "tp_gather(count, rows, columns, start, table, ids, out)\n"
@@ -520,11 +530,15 @@ tp_gather(PyObject *module, PyObject *args)
     call.table = smp_tp_floats(&see, table, "table", call.rows * call.columns);
     call.ids = smp_tp_numbers(&see, ids, "ids", SMP_I64, call.count);
     call.out = smp_tp_floats(&see, out, "out", call.count * call.columns);
+    check_on_host(&see, "tp_gather");
     if (see.failed) {
         return NULL;
     }
     call.dtype = see.dtype;
-    return smp_tp_run(&see, SMP_TP_GPU_GATHER, &call, call.count, NULL);
+    Py_BEGIN_ALLOW_THREADS;
+    smp_tp_kernels_best()->gather(&call);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(tp_scatter_doc,
@@ -560,10 +574,7 @@ tp_scatter(PyObject *module, PyObject *args)
     call.grad = smp_tp_floats(&see, grad, "grad", call.count * call.columns);
     call.grad_table =
         smp_tp_floats(&see, grad_table, "grad_table", call.rows * call.columns);
-    if (!see.failed && see.device.type != SMP_DL_CPU) {
-        PyErr_SetString(PyExc_BufferError, "tp_scatter: tensors in host memory only");
-        see.failed = true;
-    }
+    check_on_host(&see, "tp_scatter");
     if (see.failed) {
         return NULL;
     }

@@ -125,7 +125,11 @@ smp_tp_scratch_of(smp_tp_seen *see, smp_tp_gpu_kernel kernel, size_t rows,
         return out;
     }
     if (see->device.type != SMP_DL_CPU) {
-        allocate_on_device(see, &out, smp_tp_gpu_scratch(kernel, rows, columns));
+        const size_t bytes = smp_tp_gpu_scratch(kernel, rows, columns);
+
+        if (bytes > 0) {
+            allocate_on_device(see, &out, bytes);
+        }
         return out;
     }
     out.floats =
@@ -174,11 +178,7 @@ run_on_host(smp_tp_gpu_kernel kernel, const void *call)
     case SMP_TP_GPU_CROSS_ENTROPY_BACKWARD:
         kernels->cross_entropy_backward(call);
         break;
-    case SMP_TP_GPU_GATHER:
-        kernels->gather(call);
-        break;
     case SMP_TP_GPU_CROSS_ENTROPY: /* has a result: tp_cross_entropy() */
-    case SMP_TP_GPU_COLUMN_SUMS:   /* a part of others */
     case SMP_TP_GPU_KERNELS:
         break;
     }
@@ -186,8 +186,7 @@ run_on_host(smp_tp_gpu_kernel kernel, const void *call)
 
 /* On the calling thread's current stream.  False with an exception. */
 static bool
-run_on_gpu(const smp_tp_seen *see, smp_tp_gpu_kernel kernel, const void *call,
-           size_t rows)
+run_on_gpu(const smp_tp_seen *see, smp_tp_gpu_kernel kernel, const void *call)
 {
     char  why[SMP_TP_GPU_TEXT];
     void *stream;
@@ -197,7 +196,7 @@ run_on_gpu(const smp_tp_seen *see, smp_tp_gpu_kernel kernel, const void *call,
         return false;
     }
     Py_BEGIN_ALLOW_THREADS;
-    ok = smp_tp_gpu_launch(see->device.id, stream, kernel, call, rows, why);
+    ok = smp_tp_gpu_launch(see->device.id, stream, kernel, call, why);
     Py_END_ALLOW_THREADS;
     if (!ok) {
         PyErr_Format(PyExc_RuntimeError, "smp: a kernel on GPU %d: %s",
@@ -208,12 +207,12 @@ run_on_gpu(const smp_tp_seen *see, smp_tp_gpu_kernel kernel, const void *call,
 
 PyObject *
 smp_tp_run(const smp_tp_seen *see, smp_tp_gpu_kernel kernel, const void *call,
-           size_t rows, smp_tp_scratch *given)
+           smp_tp_scratch *given)
 {
     bool ok = true;
 
     if (see->device.type != SMP_DL_CPU) {
-        ok = run_on_gpu(see, kernel, call, rows);
+        ok = run_on_gpu(see, kernel, call);
     } else {
         Py_BEGIN_ALLOW_THREADS;
         run_on_host(kernel, call);

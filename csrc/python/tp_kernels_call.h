@@ -54,6 +54,6 @@ smp_tp_scratch smp_tp_scratch_of(smp_tp_seen *see, smp_tp_gpu_kernel kernel,
 /* Runs the call where its tensors are, and gives its scratch (or NULL) back.  None
  * (new). */
 PyObject *smp_tp_run(const smp_tp_seen *see, smp_tp_gpu_kernel kernel, const void *call,
-                     size_t rows, smp_tp_scratch *given);
+                     smp_tp_scratch *given);
 
 #endif

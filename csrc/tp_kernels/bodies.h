@@ -1,7 +1,7 @@
-/* The kernels, written once for vectors of LANES floats.
+/* The kernels for CPUs, written once for vectors of LANES floats.
  *
  * Included once by each file that makes a set of kernels (tp_kernels/scalar.c, avx2.c,
- * avx512.c, gpu.cu), which defines before it:
+ * avx512.c), which defines before it:
  *
  *   LANES, lanes         a vector of floats, with C's operators
  *   WIDES, wides         a vector of words of 64 bits, with them too
@@ -13,25 +13,14 @@
  *   zero_where_below     y, 0 where x is below the limit
  *   times_power_of_two   y * 2^n, where n is the lowest 9 bits of a float
  *   halves_kept          bit i: half i % 8 of counter i / 8 is at least the threshold
- *
- * and where several threads share a call:
- *
- *   FIRST_ROW, ROW_STEP  the rows of the running warp
- *   own_scratch          its part of the scratch, each part of so many floats
- *   lanes_meet           each lane's writes are seen by all
  */
 #ifndef SMP_TP_KERNELS_BODIES_H
 #define SMP_TP_KERNELS_BODIES_H
 
-#include "tp_kernels/tp_kernels.h"
+#include "tp_kernels/formulas.h"
 
-#ifndef FIRST_ROW
-#    define FIRST_ROW 0
-#    define ROW_STEP 1
-#    define own_scratch(scratch, floats) ((void)(floats), (scratch))
-#    define lanes_meet() ((void)0)
-#    define HAS_ALL_ROWS
-#endif
+#include "tp_kernels/keep.h"
+#include "tp_kernels/keep_stream.h"
 
 /* The function `name` for the call's dtype, each with a copy of `body` of its own. */
 #define FOR_DTYPES(name, type, body)                                                   \
@@ -51,23 +40,6 @@
             break;                                                                     \
         }                                                                              \
     }
-
-/* Row `row` of a tensor; NULL of NULL. */
-INLINE const void *
-row_of(const void *tensor, size_t row, size_t columns, smp_tp_dtype dtype)
-{
-    size_t bytes = dtype == SMP_TP_F32 ? 4 : 2;
-
-    return tensor == NULL ? NULL : (const char *)tensor + row * columns * bytes;
-}
-
-INLINE void *
-row_to(void *tensor, size_t row, size_t columns, smp_tp_dtype dtype)
-{
-    size_t bytes = dtype == SMP_TP_F32 ? 4 : 2;
-
-    return tensor == NULL ? NULL : (char *)tensor + row * columns * bytes;
-}
 
 /* e^x for x <= 0, within 1 ulp or 2; 0 for a subnormal result.  x = n ln 2 + r; the
  * polynomial is from Cephes' expf(), for |r| <= ln 2 / 2. */
@@ -95,16 +67,12 @@ exp_below_zero(lanes x)
 }
 
 #include "tp_kernels/cross_entropy.h"
-#include "tp_kernels/keep.h"
+#include "tp_kernels/embedding.h"
 #include "tp_kernels/residual.h"
 
 #include "tp_kernels/norm.h" /* after residual.h: it takes the rows from there */
 
 #include "tp_kernels/softmax.h"
-
-#ifdef HAS_ALL_ROWS
-#    include "tp_kernels/embedding.h"
-#endif
 
 #define SMP_TP_KERNELS                                                                 \
     {                                                                                  \

@@ -15,7 +15,7 @@ cross_entropy_of(const smp_tp_cross_entropy *call, smp_tp_dtype dtype)
     size_t n = call->columns;
     size_t wrong = call->rows;
 
-    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
+    for (size_t r = 0; r < call->rows; r++) {
         const void *logits = row_of(call->logits, r, n, dtype);
         int64_t     target = call->targets[r];
         float       top = -INFINITY;
@@ -73,18 +73,15 @@ cross_entropy_backward_of(const smp_tp_cross_entropy_backward *call, smp_tp_dtyp
 {
     size_t n = call->columns;
 
-    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
+    for (size_t r = 0; r < call->rows; r++) {
         const void *logits = row_of(call->logits, r, n, dtype);
         void       *grad = row_to(call->grad, r, n, dtype);
         int64_t     target = call->targets[r] - call->start;
-        float       factor = call->factors[r];
-        float       every = call->smoothing / (float)call->vocabulary;
+        entropy_row of = entropy_row_of(call, r);
         lanes       top = all_lanes(call->top[r]);
-        lanes       scale = all_lanes(factor / call->sum[r]);
-        lanes       shift = all_lanes(-every * factor);
         float       at_target = 0;
 
-        if (factor == 0) { /* also where the logits are infinite */
+        if (of.factor == 0) { /* also where the logits are infinite */
             for (size_t i = 0; i < n; i += LANES) {
                 store(grad, i, n, all_lanes(0), dtype);
             }
@@ -97,20 +94,17 @@ cross_entropy_backward_of(const smp_tp_cross_entropy_backward *call, smp_tp_dtyp
         for (size_t i = 0; i < n; i += LANES) {
             lanes e = exp_below_zero(load(logits, i, n, dtype) - top);
 
-            store(grad, i, n, product_sum(e, scale, shift), dtype);
+            store(grad, i, n, entropy_gradient(&of, e), dtype);
         }
         if (target >= 0 && target < (int64_t)n) {
             float e = lanes_largest(exp_below_zero(all_lanes(at_target) - top));
-            float p = e / call->sum[r];
 
-            lanes_meet();
             store(grad, (size_t)target, (size_t)target + 1,
-                  all_lanes((p - (1 - call->smoothing) - every) * factor), dtype);
+                  all_lanes(entropy_gradient_at_target(&of, e)), dtype);
         }
     }
 }
 
-#ifdef HAS_ALL_ROWS
 KERNEL size_t
 cross_entropy(const smp_tp_cross_entropy *call)
 {
@@ -125,7 +119,6 @@ cross_entropy(const smp_tp_cross_entropy *call)
     }
     return cross_entropy_of(call, SMP_TP_F32);
 }
-#endif
 
 FOR_DTYPES(cross_entropy_backward, smp_tp_cross_entropy_backward,
            cross_entropy_backward_of)

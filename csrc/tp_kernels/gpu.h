@@ -2,23 +2,21 @@
  * results.
  *
  * They come as a fat binary in this library, if built with nvcc, and are loaded and
- * launched through the driver: nothing is linked.  A row is computed by a warp in the
- * same steps as on the CPU.  Sums of columns are added up by a kernel of their own.
+ * launched through the driver: nothing is linked.  A thread reads 16 bytes at once.  A
+ * warp or a block has a row, in registers up to 8,192 columns; or a thread has eight
+ * columns of many rows.  Sums of columns are added up by a kernel of their own.
  *
- * Status     Run on an H100 in odd shapes of three dtypes, without an error of memory
- *            or a race.  The tests run them on lanes taking turns on a CPU.  Python
- *            compares each kernel with torch's operators at its first use on a device
- *            (smp/tensor_parallel/rows/gpu_kernels.py).
- * Ownership  As there; all memory, scratch too, is the device's.
+ * Status     Not yet run on a GPU in this form.  The tests run the kernels on threads
+ *            taking turns on a CPU.  Python compares each kernel with torch's operators
+ *            at its first use on a device (smp/tensor_parallel/rows/gpu_kernels.py).
+ * Ownership  As there; all memory, scratch too, is the device's.  Scratch begins at a
+ *            multiple of 4 bytes.
  * Threads    any.
  */
 #ifndef SMP_TP_KERNELS_GPU_H
 #define SMP_TP_KERNELS_GPU_H
 
 #include "tp_kernels/tp_kernels.h"
-
-/* Threads of a block. */
-#define SMP_TP_GPU_BLOCK 128
 
 /* Room for a failure's text. */
 #define SMP_TP_GPU_TEXT 160
@@ -32,20 +30,8 @@ typedef enum {
     SMP_TP_GPU_NORM_BACKWARD,
     SMP_TP_GPU_CROSS_ENTROPY,
     SMP_TP_GPU_CROSS_ENTROPY_BACKWARD,
-    SMP_TP_GPU_GATHER,
-    SMP_TP_GPU_COLUMN_SUMS,
     SMP_TP_GPU_KERNELS
 } smp_tp_gpu_kernel;
-
-/* out[c] = the sum of first[i * apart + c] over i < parts. */
-typedef struct {
-    smp_tp_dtype dtype; /* of out */
-    size_t       columns;
-    size_t       parts;
-    size_t       apart;
-    const float *first;
-    void        *out;
-} smp_tp_gpu_sums;
 
 /* Whether this library holds kernels. */
 bool smp_tp_gpu_is_built(void);
@@ -57,10 +43,9 @@ size_t smp_tp_gpu_scratch(smp_tp_gpu_kernel kernel, size_t rows, size_t columns)
  * call for a device loads them.  False: `why` says why. */
 bool smp_tp_gpu_open(int device, char why[SMP_TP_GPU_TEXT]);
 
-/* Launches a kernel on the stream (0: the default one) and returns.  call: its struct;
- * rows: of it, for the gather `count`.  False: nothing runs; `why` names the
- * failure. */
+/* Launches a kernel on the stream (0: the default one) and returns.  call: its struct.
+ * False: not all of it runs; `why` names the failure. */
 bool smp_tp_gpu_launch(int device, void *stream, smp_tp_gpu_kernel kernel,
-                       const void *call, size_t rows, char why[SMP_TP_GPU_TEXT]);
+                       const void *call, char why[SMP_TP_GPU_TEXT]);
 
 #endif

@@ -10,9 +10,9 @@ norm_of(const smp_tp_norm *call, smp_tp_dtype dtype)
 {
     size_t      n = call->columns;
     keep_stream keep = keep_of(&call->dropout);
-    lanes       scale = all_lanes(keep_scale(&call->dropout));
+    lanes       scale = all_lanes(keep.rule.scale);
 
-    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
+    for (size_t r = 0; r < call->rows; r++) {
         void *sum = row_to(call->sum, r, n, dtype);
         void *out = row_to(call->out, r, n, dtype);
         lanes total = all_lanes(0);
@@ -37,7 +37,7 @@ norm_of(const smp_tp_norm *call, smp_tp_dtype dtype)
         call->rstd[r] = 1 / sqrtf(lanes_sum(squares) / (float)n + call->eps);
         rstd = all_lanes(call->rstd[r]);
         for (size_t i = 0; i < n; i += LANES) {
-            lanes y = (load(sum, i, n, dtype) - mean) * rstd;
+            lanes y = normal(load(sum, i, n, dtype), mean, rstd);
 
             if (call->weight != NULL) {
                 y *= load(call->weight, i, n, dtype);
@@ -55,14 +55,13 @@ norm_backward_of(const smp_tp_norm_backward *call, smp_tp_dtype dtype)
 {
     size_t      n = call->columns;
     keep_stream keep = keep_of(&call->dropout);
-    lanes       scale = all_lanes(keep_scale(&call->dropout));
+    lanes       scale = all_lanes(keep.rule.scale);
     size_t      room = 2 * SMP_TP_SCRATCH_ROW(n);
-    float      *scratch = own_scratch(call->scratch, 3 * room);
-    column_sums bias = sums_in(scratch, n);
-    column_sums weight = sums_in(scratch + room, n);
-    column_sums shift = sums_in(scratch + 2 * room, n);
+    column_sums bias = sums_in(call->scratch, n);
+    column_sums weight = sums_in(call->scratch + room, n);
+    column_sums shift = sums_in(call->scratch + 2 * room, n);
 
-    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
+    for (size_t r = 0; r < call->rows; r++) {
         const void *grad_out = row_of(call->grad_out, r, n, dtype);
         const void *grad_sum = row_of(call->grad_sum, r, n, dtype);
         const void *sum = row_of(call->sum, r, n, dtype);
@@ -75,7 +74,7 @@ norm_backward_of(const smp_tp_norm_backward *call, smp_tp_dtype dtype)
 
         for (size_t i = 0; i < n; i += LANES) {
             lanes g = load(grad_out, i, n, dtype);
-            lanes y = (load(sum, i, n, dtype) - mean) * rstd;
+            lanes y = normal(load(sum, i, n, dtype), mean, rstd);
 
             sums_add(&weight, i, g * y);
             sums_add(&shift, i, g);
@@ -90,17 +89,17 @@ norm_backward_of(const smp_tp_norm_backward *call, smp_tp_dtype dtype)
         keep_seek(&keep, &call->dropout, r, 0);
         for (size_t i = 0; i < n; i += LANES) {
             lanes g = load(grad_out, i, n, dtype);
-            lanes y = (load(sum, i, n, dtype) - mean) * rstd;
+            lanes y = normal(load(sum, i, n, dtype), mean, rstd);
 
             if (call->weight != NULL) {
                 g *= load(call->weight, i, n, dtype);
             }
-            g = (g - along_one - y * along_y) * rstd;
+            g = normal_gradient(g, y, along_one, along_y, rstd);
             if (grad_sum != NULL) {
                 g += load(grad_sum, i, n, dtype);
             }
             store(grad_residual, i, n, g, dtype);
-            g = chosen(g * scale, keep_next(&keep));
+            g = dropped(g, scale, keep_next(&keep));
             if (grad_x != NULL) {
                 store(grad_x, i, n, g, dtype);
             }

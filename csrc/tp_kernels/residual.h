@@ -25,7 +25,6 @@ sums_in(float *scratch, size_t columns)
         for (size_t i = 0; i < 2 * room; i += LANES) {
             store(scratch, i, 2 * room, all_lanes(0), SMP_TP_F32);
         }
-        lanes_meet();
         sums.part = scratch;
         sums.whole = scratch + room;
         sums.columns = columns;
@@ -64,7 +63,6 @@ sums_end_row(column_sums *sums)
     }
 }
 
-/* If other warps have rows, too, theirs are still to be added: sum->whole stays. */
 INLINE void
 sums_write(column_sums *sums, void *out, smp_tp_dtype dtype)
 {
@@ -72,9 +70,6 @@ sums_write(column_sums *sums, void *out, smp_tp_dtype dtype)
         return;
     }
     sums_flush(sums);
-    if (ROW_STEP != 1) {
-        return;
-    }
     for (size_t i = 0; i < sums->columns; i += LANES) {
         store(out, i, sums->columns, load(sums->whole, i, sums->columns, SMP_TP_F32),
               dtype);
@@ -91,7 +86,7 @@ residual_row(const void *x, const void *bias, const void *residual, void *out, s
         if (bias != NULL) {
             y += load(bias, i, n, dtype);
         }
-        y = chosen(y * scale, keep_next(keep));
+        y = dropped(y, scale, keep_next(keep));
         if (residual != NULL) {
             y += load(residual, i, n, dtype);
         }
@@ -104,9 +99,9 @@ residual_of(const smp_tp_residual *call, smp_tp_dtype dtype)
 {
     size_t      n = call->columns;
     keep_stream keep = keep_of(&call->dropout);
-    lanes       scale = all_lanes(keep_scale(&call->dropout));
+    lanes       scale = all_lanes(keep.rule.scale);
 
-    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
+    for (size_t r = 0; r < call->rows; r++) {
         keep_seek(&keep, &call->dropout, r, 0);
         residual_row(row_of(call->x, r, n, dtype), call->bias,
                      row_of(call->residual, r, n, dtype),
@@ -119,18 +114,16 @@ residual_backward_of(const smp_tp_residual_backward *call, smp_tp_dtype dtype)
 {
     size_t      n = call->columns;
     keep_stream keep = keep_of(&call->dropout);
-    lanes       scale = all_lanes(keep_scale(&call->dropout));
-    size_t      room = 2 * SMP_TP_SCRATCH_ROW(n);
-    column_sums bias =
-        sums_in(call->scratch == NULL ? NULL : own_scratch(call->scratch, room), n);
+    lanes       scale = all_lanes(keep.rule.scale);
+    column_sums bias = sums_in(call->scratch, n);
 
-    for (size_t r = FIRST_ROW; r < call->rows; r += ROW_STEP) {
+    for (size_t r = 0; r < call->rows; r++) {
         const void *grad = row_of(call->grad, r, n, dtype);
         void       *grad_x = row_to(call->grad_x, r, n, dtype);
 
         keep_seek(&keep, &call->dropout, r, 0);
         for (size_t i = 0; i < n; i += LANES) {
-            lanes g = chosen(load(grad, i, n, dtype) * scale, keep_next(&keep));
+            lanes g = dropped(load(grad, i, n, dtype), scale, keep_next(&keep));
 
             store(grad_x, i, n, g, dtype);
             if (bias.part != NULL) {

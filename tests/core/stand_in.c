@@ -1054,12 +1054,12 @@ cuModuleGetFunction(void **function, void *module, const char *name)
     return result;
 }
 
-/* A kernel with its parameter, copied as the driver copies it. */
+/* A kernel with its parameters, copied as the driver copies them. */
 typedef struct {
     const stand_in_function *function;
     unsigned                 blocks;
     unsigned                 threads;
-    char                     parameter[];
+    void                    *parameters[STAND_IN_PARAMETERS];
 } launched;
 
 static void
@@ -1069,8 +1069,12 @@ run_launched(void *arg)
     launched              *l = arg;
 
     pthread_mutex_lock(&one_at_a_time);
-    stand_in_run(l->function, l->parameter, l->blocks, l->threads);
+    stand_in_run(l->function, (const void *const *)l->parameters, l->blocks,
+                 l->threads);
     pthread_mutex_unlock(&one_at_a_time);
+    for (int i = 0; i < STAND_IN_PARAMETERS; i++) {
+        free(l->parameters[i]);
+    }
     free(l);
 }
 
@@ -1092,14 +1096,20 @@ cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z
     if (s == NULL && drain_user != NULL) {
         drain_user();
     }
-    l = malloc(sizeof(*l) + ((const stand_in_function *)function)->bytes);
+    l = malloc(sizeof(*l));
     if (l == NULL) {
         return OUT_OF_MEMORY;
     }
     l->function = function;
     l->blocks = grid_x;
     l->threads = block_x;
-    memcpy(l->parameter, parameters[0], l->function->bytes);
+    for (int i = 0; i < STAND_IN_PARAMETERS; i++) {
+        l->parameters[i] = malloc(l->function->bytes[i]);
+        if (l->parameters[i] == NULL) {
+            abort();
+        }
+        memcpy(l->parameters[i], parameters[i], l->function->bytes[i]);
+    }
     put_work(stream_of(s), (work){.kind = WORK_LAUNCH, .fn = run_launched, .arg = l});
     return SUCCESS;
 }

@@ -1,67 +1,105 @@
-/* Runs csrc/tp_kernels/gpu.cu on a CPU: the lanes of a warp are coroutines that take
+/* Runs csrc/tp_kernels/gpu.cu on a CPU: the threads of a block are coroutines that take
  * turns, each until it waits for the others.
  *
- * Every other warp has its lanes run the other way round, so that a lane that reads
- * what another one is still to write finds the old value.  A lane that waits for
- * something else than the others ends the process.
+ * Every other warp has its lanes run the other way round, and so have warps from one
+ * barrier to the next.  A thread that reads what another one is still to write finds
+ * the old value; shared memory begins as NaN.  A lane that waits for something else
+ * than the others of its warp ends the process, and so does a warp that waits for
+ * something else than the others of its block, or a vector at an address that is no
+ * multiple of its size.
  *
  * C++, as CUDA is; of its library nothing is used.
  */
 #include "stand_in_gpu.h"
 
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
+#ifdef __SANITIZE_ADDRESS__
+#    include <sanitizer/common_interface_defs.h>
+#endif
+
 #include "common/half.h"
+
+/* Functions of CUDA that a build of the kernels happens not to call. */
+#pragma GCC diagnostic ignored "-Wunused-function"
 
 namespace
 {
 
 constexpr int    LANES_OF_WARP = 32;
+constexpr int    MOST_THREADS = 1024;
 constexpr size_t STACK = 64 << 10;
 
-enum meeting { START, SHUFFLE, OR, BARRIER, END };
+enum meeting { START, SHUFFLE, BLOCK_BARRIER, END };
 
 struct dimensions {
     unsigned x;
 };
 
-struct warp {
-    ucontext_t home;
-    ucontext_t at[LANES_OF_WARP];
-    char      *stacks;
-    meeting    waits[LANES_OF_WARP];
-    unsigned   met[LANES_OF_WARP];
-    uint32_t   given[2][LANES_OF_WARP]; /* at even and at odd meetings */
-    int        lane;                    /* whose turn it is */
-    unsigned   number;                  /* of the block's */
-    void (*run)(const void *parameter);
-    const void *parameter;
+struct thread {
+    jmp_buf  at;
+    meeting  waits;
+    unsigned met;
+    uint32_t given[2]; /* at even and at odd meetings */
+};
+
+struct block {
+    thread                   threads[MOST_THREADS];
+    char                    *stacks;
+    jmp_buf                  home;
+    ucontext_t               started_from;
+    void                    *fake_stack; /* of the address sanitizer's, for home */
+    const void              *home_stack;
+    size_t                   home_size;
+    unsigned                 turn; /* the running thread */
+    unsigned                 intervals;
+    const stand_in_function *function;
+    const void *const       *parameters;
 } now;
 
 dimensions gridDim, blockDim, blockIdx;
 
-/* Waits until all lanes do; what each gives. */
-const uint32_t *
-meet(meeting kind, uint32_t given)
+/* What the address sanitizer wants to know before and after another stack is taken. */
+void
+leave(void **own, const void *stack, size_t size)
 {
-    const int      lane = now.lane;
-    const unsigned parity = now.met[lane]++ % 2;
-
-    now.given[parity][lane] = given;
-    now.waits[lane] = kind;
-    swapcontext(&now.at[lane], &now.home);
-    return now.given[parity];
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_start_switch_fiber(own, stack, size);
+#else
+    (void)own, (void)stack, (void)size;
+#endif
 }
 
-dimensions
-own_thread(void)
+void
+arrive(void *own, const void **stack, size_t *size)
 {
-    return {now.number * LANES_OF_WARP + (unsigned)now.lane};
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_finish_switch_fiber(own, stack, size);
+#else
+    (void)own, (void)stack, (void)size;
+#endif
+}
+
+/* Waits until all lanes of the warp do, or all threads of the block. */
+void
+meet(meeting kind)
+{
+    thread *own = &now.threads[now.turn];
+    void   *fake_stack = nullptr;
+
+    own->waits = kind;
+    own->met++;
+    if (_setjmp(own->at) == 0) {
+        leave(kind == END ? nullptr : &fake_stack, now.home_stack, now.home_size);
+        _longjmp(now.home, 1);
+    }
+    arrive(fake_stack, &now.home_stack, &now.home_size);
 }
 
 float
@@ -79,35 +117,77 @@ __float_as_uint(float x)
 float
 __shfl_xor_sync(unsigned, float x, int apart)
 {
-    return smp_f32_of_bits(
-        meet(SHUFFLE, smp_f32_bits(x))[own_thread().x % LANES_OF_WARP ^ apart]);
-}
+    thread        *own = &now.threads[now.turn];
+    const unsigned parity = own->met % 2;
 
-uint32_t
-__reduce_or_sync(unsigned, uint32_t x)
-{
-    const uint32_t *given = meet(OR, x);
-    uint32_t        all = 0;
-
-    for (int lane = 0; lane < LANES_OF_WARP; lane++) {
-        all |= given[lane];
-    }
-    return all;
+    own->given[parity] = smp_f32_bits(x);
+    meet(SHUFFLE);
+    return smp_f32_of_bits(now.threads[now.turn ^ (unsigned)apart].given[parity]);
 }
 
 void
-__syncwarp(void)
+__syncthreads(void)
 {
-    (void)meet(BARRIER, 0);
+    meet(BLOCK_BARRIER);
+}
+
+/* A vector, which the GPU has at multiples of its size only. */
+struct alignas(16) uint4 {
+    uint32_t x, y, z, w;
+
+    uint4(uint32_t first, uint32_t second, uint32_t third, uint32_t fourth)
+        : x(first), y(second), z(third), w(fourth)
+    {
+    }
+
+    uint4(const uint4 &other) : x(other.x), y(other.y), z(other.z), w(other.w)
+    {
+        other.check();
+    }
+
+    uint4 &
+    operator=(const uint4 &other)
+    {
+        check();
+        memcpy((void *)&x, &other.x, sizeof(*this));
+        return *this;
+    }
+
+    void
+    check() const
+    {
+        volatile uintptr_t at = (uintptr_t)this;
+
+        if (at % sizeof(*this) != 0) {
+            fprintf(stderr, "a vector at an odd address: %p\n", (const void *)this);
+            abort();
+        }
+    }
+};
+
+uint4
+make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w)
+{
+    return {x, y, z, w};
 }
 
 struct __half {
     uint16_t bits;
 };
 
-struct __nv_bfloat16 {
-    uint16_t bits;
+struct __half2 {
+    uint16_t first, second;
 };
+
+struct __nv_bfloat162 {
+    uint16_t first, second;
+};
+
+__half
+__ushort_as_half(unsigned short bits)
+{
+    return {bits};
+}
 
 float
 __half2float(__half x)
@@ -115,22 +195,22 @@ __half2float(__half x)
     return smp_f16_to_f32(x.bits);
 }
 
-float
-__bfloat162float(__nv_bfloat16 x)
+__half2
+__floats2half2_rn(float first, float second)
 {
-    return smp_bf16_to_f32(x.bits);
+    return {smp_f32_to_f16(first), smp_f32_to_f16(second)};
 }
 
-__half
-__float2half_rn(float x)
+__nv_bfloat162
+__floats2bfloat162_rn(float first, float second)
 {
-    return {smp_f32_to_f16(x)};
+    return {smp_f32_to_bf16(first), smp_f32_to_bf16(second)};
 }
 
-__nv_bfloat16
-__float2bfloat16_rn(float x)
+dimensions
+own_thread(void)
 {
-    return {smp_f32_to_bf16(x)};
+    return {now.turn};
 }
 
 } // namespace
@@ -140,82 +220,123 @@ __float2bfloat16_rn(float x)
 #define __device__
 #define __forceinline__ inline
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
+#define __shared__ static __attribute__((section("shared_memory")))
 #include "tp_kernels/gpu.cu"
 #undef threadIdx
+
+/* Of the linker's: the shared memory of all kernels. */
+extern "C" {
+extern char __start_shared_memory[] __attribute__((visibility("hidden")));
+extern char __stop_shared_memory[] __attribute__((visibility("hidden")));
+}
 
 namespace
 {
 
-template <typename Call, void (*kernel)(const Call)>
+template <typename Call, void (*kernel)(const Call, const smp_tp_gpu_plan)>
 void
-run(const void *parameter)
+run(const void *const *parameters)
 {
-    Call call;
+    Call            call;
+    smp_tp_gpu_plan plan;
 
-    memcpy(&call, parameter, sizeof(call));
-    kernel(call);
+    memcpy(&call, parameters[0], sizeof(call));
+    memcpy(&plan, parameters[1], sizeof(plan));
+    kernel(call, plan);
 }
 
-#define FUNCTION(kernel, call)                                                         \
-    {                                                                                  \
-        "smp_tp_gpu_" #kernel, sizeof(call), run<call, smp_tp_gpu_##kernel>            \
-    }
+#define FUNCTION(name, call, ...)                                                      \
+    {"smp_tp_gpu_" #name,                                                              \
+     {sizeof(call), sizeof(smp_tp_gpu_plan)},                                          \
+     run<call, smp_tp_gpu_##name>},
 
-const stand_in_function functions[] = {
-    FUNCTION(softmax, smp_tp_softmax),
-    FUNCTION(softmax_backward, smp_tp_softmax_backward),
-    FUNCTION(residual, smp_tp_residual),
-    FUNCTION(residual_backward, smp_tp_residual_backward),
-    FUNCTION(norm, smp_tp_norm),
-    FUNCTION(norm_backward, smp_tp_norm_backward),
-    FUNCTION(cross_entropy, smp_tp_cross_entropy),
-    FUNCTION(cross_entropy_backward, smp_tp_cross_entropy_backward),
-    FUNCTION(gather, smp_tp_gather),
-    FUNCTION(column_sums, smp_tp_gpu_sums),
-};
+const stand_in_function functions[] = {SMP_TP_GPU_ENTRIES(FUNCTION)};
 
 void
-lane_main(void)
+thread_main(void)
 {
-    now.run(now.parameter);
-    (void)meet(END, 0);
+    arrive(nullptr, &now.home_stack, &now.home_size);
+    now.function->run(now.parameters);
+    meet(END);
 }
 
-/* Each lane goes on to its next meeting.  False: all have ended. */
-bool
-go_on(bool backwards)
+/* Gives a thread its turn, until its next meeting. */
+void
+go_on(unsigned number)
 {
-    for (int i = 0; i < LANES_OF_WARP; i++) {
-        now.lane = backwards ? LANES_OF_WARP - 1 - i : i;
-        swapcontext(&now.home, &now.at[now.lane]);
-    }
-    for (int lane = 1; lane < LANES_OF_WARP; lane++) {
-        if (now.waits[lane] != now.waits[0] || now.met[lane] != now.met[0]) {
-            fprintf(stderr, "lanes 0 and %d wait for different things: %d and %d\n",
-                    lane, now.waits[0], now.waits[lane]);
-            abort();
+    thread *own = &now.threads[number];
+    char   *stack = now.stacks + number * STACK;
+
+    now.turn = number;
+    if (_setjmp(now.home) == 0) {
+        leave(&now.fake_stack, stack, STACK);
+        if (own->waits == START) {
+            ucontext_t at;
+
+            getcontext(&at);
+            at.uc_stack.ss_sp = stack;
+            at.uc_stack.ss_size = STACK;
+            at.uc_link = nullptr;
+            makecontext(&at, thread_main, 0);
+            swapcontext(&now.started_from, &at);
         }
+        _longjmp(own->at, 1);
     }
-    return now.waits[0] != END;
+    arrive(now.fake_stack, nullptr, nullptr);
+}
+
+/* Aborts unless both threads wait for the same thing. */
+void
+check_alike(unsigned one, unsigned other)
+{
+    const thread *a = &now.threads[one];
+    const thread *b = &now.threads[other];
+
+    if (a->waits != b->waits) {
+        fprintf(stderr, "threads %u and %u wait for different things: %d and %d\n", one,
+                other, a->waits, b->waits);
+        abort();
+    }
+}
+
+/* Until its lanes wait for the block's other warps, or have ended. */
+void
+run_warp(unsigned warp)
+{
+    const unsigned first = warp * LANES_OF_WARP;
+
+    do {
+        for (unsigned i = 0; i < LANES_OF_WARP; i++) {
+            go_on(first + (warp % 2 != 0 ? LANES_OF_WARP - 1 - i : i));
+        }
+        for (unsigned i = 1; i < LANES_OF_WARP; i++) {
+            check_alike(first, first + i);
+        }
+    } while (now.threads[first].waits == SHUFFLE);
 }
 
 void
-run_warp(bool backwards)
+run_block(unsigned threads)
 {
-    for (int lane = 0; lane < LANES_OF_WARP; lane++) {
-        ucontext_t *at = &now.at[lane];
+    const unsigned warps = threads / LANES_OF_WARP;
 
-        getcontext(at);
-        at->uc_stack.ss_sp = now.stacks + lane * STACK;
-        at->uc_stack.ss_size = STACK;
-        at->uc_link = nullptr;
-        makecontext(at, lane_main, 0);
-        now.waits[lane] = START;
-        now.met[lane] = 0;
+    for (unsigned i = 0; i < threads; i++) {
+        now.threads[i].waits = START;
+        now.threads[i].met = 0;
     }
-    while (go_on(backwards)) {
-    }
+    memset(__start_shared_memory, 0xff,
+           (size_t)(__stop_shared_memory - __start_shared_memory));
+    do {
+        const bool backwards = now.intervals++ % 2 != 0;
+
+        for (unsigned i = 0; i < warps; i++) {
+            run_warp(backwards ? warps - 1 - i : i);
+        }
+        for (unsigned i = 1; i < warps; i++) {
+            check_alike(0, i * LANES_OF_WARP);
+        }
+    } while (now.threads[0].waits != END);
 }
 
 } // namespace
@@ -232,19 +353,17 @@ stand_in_find(const char *name)
 }
 
 void
-stand_in_run(const stand_in_function *function, const void *parameter, unsigned blocks,
-             unsigned threads)
+stand_in_run(const stand_in_function *function, const void *const *parameters,
+             unsigned blocks, unsigned threads)
 {
     if (now.stacks == nullptr) {
-        now.stacks = (char *)malloc(LANES_OF_WARP * STACK);
+        now.stacks = (char *)malloc(MOST_THREADS * STACK);
     }
-    now.run = function->run;
-    now.parameter = parameter;
+    now.function = function;
+    now.parameters = parameters;
     gridDim.x = blocks;
     blockDim.x = threads;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
-        for (now.number = 0; now.number < threads / LANES_OF_WARP; now.number++) {
-            run_warp(now.number % 2 != 0);
-        }
+        run_block(threads);
     }
 }

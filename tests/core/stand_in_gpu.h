@@ -4,10 +4,12 @@
 
 #include <stddef.h>
 
+#define STAND_IN_PARAMETERS 2
+
 typedef struct {
     const char *name;
-    size_t      bytes; /* of its one parameter */
-    void (*run)(const void *parameter);
+    size_t      bytes[STAND_IN_PARAMETERS]; /* of each */
+    void (*run)(const void *const *parameters);
 } stand_in_function;
 
 #ifdef __cplusplus
@@ -18,7 +20,7 @@ extern "C" {
 const stand_in_function *stand_in_find(const char *name);
 
 /* Runs it; returns when it is over.  One thread at a time. */
-void stand_in_run(const stand_in_function *function, const void *parameter,
+void stand_in_run(const stand_in_function *function, const void *const *parameters,
                   unsigned blocks, unsigned threads);
 
 #ifdef __cplusplus

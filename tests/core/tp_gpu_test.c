@@ -61,11 +61,11 @@ finish(void)
 }
 
 static void
-run(smp_tp_gpu_kernel kernel, const void *call, size_t rows)
+run(smp_tp_gpu_kernel kernel, const void *call)
 {
     char why[SMP_TP_GPU_TEXT];
 
-    if (!smp_tp_gpu_launch(0, NULL, kernel, call, rows, why)) {
+    if (!smp_tp_gpu_launch(0, NULL, kernel, call, why)) {
         fprintf(stderr, "%s\n", why);
         abort();
     }
@@ -75,22 +75,22 @@ run(smp_tp_gpu_kernel kernel, const void *call, size_t rows)
 #define SET(name, type, kernel)                                                        \
     static void name##_on_lanes(const smp_tp_##type *call)                             \
     {                                                                                  \
-        run(kernel, call, call->rows);                                                 \
+        run(kernel, call);                                                             \
     }
 
-/* With the scratch that the warps want. */
+/* With its scratch. */
 #define SET_WITH_SCRATCH(name, type, kernel, width)                                    \
     static void name##_on_lanes(const smp_tp_##type *call)                             \
     {                                                                                  \
         smp_tp_##type own = *call;                                                     \
                                                                                        \
         own.scratch = malloc(smp_tp_gpu_scratch(kernel, call->rows, call->width) + 1); \
-        run(kernel, &own, call->rows);                                                 \
+        run(kernel, &own);                                                             \
         free(own.scratch);                                                             \
     }
 
-SET_WITH_SCRATCH(softmax, softmax, SMP_TP_GPU_SOFTMAX, keys)
-SET_WITH_SCRATCH(softmax_backward, softmax_backward, SMP_TP_GPU_SOFTMAX_BACKWARD, keys)
+SET(softmax, softmax, SMP_TP_GPU_SOFTMAX)
+SET(softmax_backward, softmax_backward, SMP_TP_GPU_SOFTMAX_BACKWARD)
 SET(residual, residual, SMP_TP_GPU_RESIDUAL)
 SET_WITH_SCRATCH(residual_backward, residual_backward, SMP_TP_GPU_RESIDUAL_BACKWARD,
                  columns)
@@ -104,17 +104,17 @@ cross_entropy_on_lanes(const smp_tp_cross_entropy *call)
 {
     const size_t wrong = smp_tp_kernels_scalar.cross_entropy(call);
 
-    run(SMP_TP_GPU_CROSS_ENTROPY, call, call->rows);
+    run(SMP_TP_GPU_CROSS_ENTROPY, call);
     return wrong;
 }
 
+/* Those of an embedding are torch's on a GPU. */
 static void
-gather_on_lanes(const smp_tp_gather *call)
+gather_on_the_host(const smp_tp_gather *call)
 {
-    run(SMP_TP_GPU_GATHER, call, call->count);
+    smp_tp_kernels_scalar.gather(call);
 }
 
-/* There is none on a GPU. */
 static void
 scatter_on_the_host(const smp_tp_scatter *call)
 {
@@ -133,11 +133,192 @@ on_lanes(void)
         .norm_backward = norm_backward_on_lanes,
         .cross_entropy = cross_entropy_on_lanes,
         .cross_entropy_backward = cross_entropy_backward_on_lanes,
-        .gather = gather_on_lanes,
+        .gather = gather_on_the_host,
         .scatter = scatter_on_the_host};
 
     (void)driver();
     return &kernels;
+}
+
+/* Rows in the registers of a warp, of a block, and of no one; some begin at odd
+ * addresses.  `also` counts the dtypes' elements before the first one. */
+static const struct {
+    size_t columns;
+    size_t before;
+} wide[] = {{1016, 0}, {1024, 0}, {1024, 3}, {1032, 0}, {2047, 0}, {2056, 0},
+            {4096, 1}, {8192, 0}, {8200, 0}, {8201, 0}, {8200, 8}};
+
+/* The same values, from an address that is off by so many elements. */
+static void *
+drawn_at(uint64_t seed, size_t before, size_t count, smp_tp_dtype dtype)
+{
+    return (char *)drawn(seed, before + count, dtype) +
+           before * smp_tp_dtype_bytes(dtype);
+}
+
+static void
+check_alike(const void *got, const void *want, size_t count, double scale,
+            smp_tp_dtype dtype)
+{
+    for (size_t i = 0; i < count; i++) {
+        CHECK(near(get(got, i, dtype), get(want, i, dtype),
+                   scale + fabs(get(want, i, dtype)), dtype));
+    }
+}
+
+enum { ROWS = 9, OUTPUTS = 8 };
+
+/* Outputs of a call on the host, and on lanes. */
+typedef struct {
+    void *of[2][OUTPUTS];
+} outputs;
+
+static outputs
+outputs_at(size_t before, size_t count, smp_tp_dtype dtype)
+{
+    outputs out;
+
+    for (int on = 0; on < 2; on++) {
+        for (uint64_t i = 0; i < 5; i++) {
+            out.of[on][i] = drawn_at(i, before, count, dtype);
+        }
+    }
+    return out;
+}
+
+TEST(wide_rows_get_what_the_host_gives)
+{
+    const smp_tp_kernels *const sets[] = {&smp_tp_kernels_scalar, on_lanes()};
+
+    for (size_t t = 0; t < 3 * COUNT_OF(wide); t++) {
+        smp_tp_dtype dtype = dtypes[t % 3];
+        size_t       n = wide[t / 3].columns;
+        size_t       before = wide[t / 3].before;
+        void        *x = drawn_at(t + 20, before, ROWS * n, dtype);
+        void        *residual = drawn_at(t + 21, before, ROWS * n, dtype);
+        void        *bias = drawn_at(t + 22, before, n, dtype);
+        void        *weight = drawn_at(t + 23, before, n, dtype);
+        outputs      rows = outputs_at(before, ROWS * n, dtype);
+        outputs      sums = outputs_at(before, n, dtype);
+        float        statistics[2][2][ROWS];
+        float       *scratch = drawn(0, 6 * SMP_TP_SCRATCH_ROW(n), SMP_TP_F32);
+
+        for (int on = 0; on < 2; on++) {
+            void *const             *row = rows.of[on];
+            void *const             *sum = sums.of[on];
+            smp_tp_norm              call = {.dtype = dtype,
+                                             .rows = ROWS,
+                                             .columns = n,
+                                             .dropout = way(t + 1, n),
+                                             .x = x,
+                                             .bias = bias,
+                                             .residual = residual,
+                                             .weight = weight,
+                                             .shift = bias,
+                                             .eps = 1e-5f,
+                                             .sum = row[0],
+                                             .out = row[1],
+                                             .mean = statistics[on][0],
+                                             .rstd = statistics[on][1]};
+            smp_tp_norm_backward     back = {.dtype = dtype,
+                                             .rows = ROWS,
+                                             .columns = n,
+                                             .dropout = call.dropout,
+                                             .grad_out = x,
+                                             .grad_sum = residual,
+                                             .sum = rows.of[0][0],
+                                             .weight = weight,
+                                             .mean = statistics[0][0],
+                                             .rstd = statistics[0][1],
+                                             .grad_residual = row[2],
+                                             .grad_x = row[3],
+                                             .grad_bias = sum[0],
+                                             .grad_weight = sum[1],
+                                             .grad_shift = sum[2],
+                                             .scratch = scratch};
+            smp_tp_residual_backward dropped = {.dtype = dtype,
+                                                .rows = ROWS,
+                                                .columns = n,
+                                                .dropout = call.dropout,
+                                                .grad = residual,
+                                                .grad_x = row[4],
+                                                .grad_bias = sum[3],
+                                                .scratch = scratch};
+
+            sets[on]->norm(&call);
+            sets[on]->norm_backward(&back);
+            sets[on]->residual_backward(&dropped);
+        }
+        for (int i = 0; i < 5; i++) {
+            check_alike(rows.of[1][i], rows.of[0][i], ROWS * n, 8, dtype);
+        }
+        for (int i = 0; i < 4; i++) {
+            check_alike(sums.of[1][i], sums.of[0][i], n, 8 * ROWS, dtype);
+        }
+        free_drawn();
+    }
+}
+
+TEST(wide_scores_get_what_the_host_gives)
+{
+    const smp_tp_kernels *const sets[] = {&smp_tp_kernels_scalar, on_lanes()};
+    const smp_tp_sight          sights[] = {
+                 {.causal = false},
+                 {.causal = true, .queries = 3, .first_query = 700},
+                 {.causal = true, .queries = 3, .first_query = 1500, .window = 801}};
+
+    for (size_t t = 0; t < 3 * COUNT_OF(wide) * COUNT_OF(sights); t++) {
+        smp_tp_dtype dtype = dtypes[t % 3];
+        size_t       n = wide[t / 3 % COUNT_OF(wide)].columns;
+        size_t       before = wide[t / 3 % COUNT_OF(wide)].before;
+        void        *scores = drawn_at(t + 20, before, ROWS * n, dtype);
+        void        *grad = drawn_at(t + 21, before, ROWS * n, dtype);
+        void        *mask = drawn_at(t + 22, before, 3 * n, dtype);
+        outputs      rows = outputs_at(before, ROWS * n, dtype);
+        float       *scratch = drawn(0, SMP_TP_SCRATCH_ROW(n), SMP_TP_F32);
+
+        for (size_t i = 0; i < n; i++) {
+            put(mask, i, dtype, -INFINITY); /* of three rows all */
+        }
+        for (int on = 0; on < 2; on++) {
+            void *const   *row = rows.of[on];
+            smp_tp_softmax call = {
+                .dtype = dtype,
+                .rows = ROWS,
+                .keys = n,
+                .scale = 0.7f,
+                .sight = sights[t / 3 / COUNT_OF(wide)],
+                .dropout = way(t, n),
+                .scores = scores,
+                .mask = {.data = mask, .dims = 2, .shape = {3, 3}, .strides = {n, 0}},
+                .probabilities = row[0],
+                .out = row[1],
+                .scratch = scratch};
+            smp_tp_softmax_backward back = {.dtype = dtype,
+                                            .rows = ROWS,
+                                            .keys = n,
+                                            .scale = 0.7f,
+                                            .sight = call.sight,
+                                            .dropout = call.dropout,
+                                            .probabilities = rows.of[0][0],
+                                            .grad = grad,
+                                            .grad_scores = row[2],
+                                            .scratch = scratch};
+
+            sets[on]->softmax(&call);
+            sets[on]->softmax_backward(&back);
+            /* In place. */
+            memcpy(row[3], scores, ROWS * n * smp_tp_dtype_bytes(dtype));
+            call.scores = call.probabilities = row[3];
+            call.out = NULL;
+            sets[on]->softmax(&call);
+            CHECK(memcmp(row[3], row[0], ROWS * n * smp_tp_dtype_bytes(dtype)) == 0);
+        }
+        for (int i = 0; i < 3; i++) {
+            check_alike(rows.of[1][i], rows.of[0][i], ROWS * n, 1e-4, dtype);
+        }
+        free_drawn();
+    }
 }
 
 static bool
@@ -152,8 +333,8 @@ has_no_context(void)
 
 TEST(a_device_that_cannot_be_used_says_why_each_time)
 {
-    smp_tp_gather call = {.columns = 0};
-    char          why[SMP_TP_GPU_TEXT];
+    smp_tp_residual call = {.columns = 0};
+    char            why[SMP_TP_GPU_TEXT];
 
     (void)driver();
     CHECK(!smp_tp_gpu_open(-1, why) && strcmp(why, "device -1 is not in [0, 64)") == 0);
@@ -161,18 +342,18 @@ TEST(a_device_that_cannot_be_used_says_why_each_time)
     for (int i = 0; i < 2; i++) {
         CHECK(!smp_tp_gpu_open(63, strcpy(why, "")) && strstr(why, "cuDeviceGet: "));
     }
-    driver()->fail("cuModuleGetFunction", SMP_TP_GPU_KERNELS, 701);
+    driver()->fail("cuModuleGetFunction", 70, 701);
     CHECK(!smp_tp_gpu_open(1, why) && strstr(why, "cuModuleGetFunction: "));
     CHECK(driver()->failed() && has_no_context());
     driver()->fail(NULL, 0, 0);
-    CHECK(!smp_tp_gpu_launch(1, NULL, SMP_TP_GPU_GATHER, &call, 1, strcpy(why, "")));
+    CHECK(!smp_tp_gpu_launch(1, NULL, SMP_TP_GPU_RESIDUAL, &call, strcpy(why, "")));
     CHECK(strstr(why, "cuModuleGetFunction: "));
 }
 
 TEST(a_launch_leaves_the_context_that_was)
 {
     float sums[3][1];
-    float scratch[6 * 32 * 32];
+    float scratch[3 * 32];
 
     smp_tp_norm_backward call = {.columns = 1,
                                  .grad_bias = sums[0],
@@ -184,10 +365,10 @@ TEST(a_launch_leaves_the_context_that_was)
     (void)driver();
     CHECK(smp_tp_gpu_scratch(SMP_TP_GPU_NORM_BACKWARD, 0, 1) <= sizeof(scratch));
     CHECK(smp_tp_gpu_open(0, why) && has_no_context());
-    /* The kernel itself, and then a launch for each sum. */
-    for (int nth = 0; nth <= 4; nth++) {
+    /* The columns, and then their sums; there is no row. */
+    for (int nth = 0; nth <= 2; nth++) {
         driver()->fail("cuLaunchKernel", nth, nth == 0 ? 0 : 701);
-        CHECK(smp_tp_gpu_launch(0, NULL, SMP_TP_GPU_NORM_BACKWARD, &call, 0, why) ==
+        CHECK(smp_tp_gpu_launch(0, NULL, SMP_TP_GPU_NORM_BACKWARD, &call, why) ==
               (nth == 0));
         CHECK(nth == 0 || strstr(why, "cuLaunchKernel: "));
         driver()->fail(NULL, 0, 0);

@@ -1,9 +1,10 @@
 """The use of the core's kernels on a GPU, after a trial.
 
-``csrc/tp_kernels/gpu.cu`` is run by the tests on the CPU, and has run on one model of GPU, an
-H100.  So at the first use of a dtype on a device all kernels compute something small in it, and
-torch's operators the same in float32.  If they differ by more than the dtype's rounding, or the
-driver refuses, a warning is given.  Torch's operators then serve tensors of that dtype there.
+``csrc/tp_kernels/gpu.cu`` is run by the tests on the CPU, and its present form has not yet run
+on a GPU.  So at the first use of a dtype on a device all kernels compute something small in it,
+and torch's operators the same in float32.  If they differ by more than the dtype's rounding, or
+the driver refuses, a warning is given.  Torch's operators then serve tensors of that dtype
+there.
 """
 
 import threading
