@@ -146,14 +146,6 @@ store_eight(void *row, size_t i, size_t n, const float x[8])
     }
 }
 
-/* The global index of an element of the call; anything if none is dropped at random. */
-INLINE uint64_t
-index_of(const keep_rule *keep, const smp_tp_dropout &dropout, size_t row,
-         size_t column)
-{
-    return keep->random ? keep_index(&dropout, row, column) : 0;
-}
-
 /* Halves of the generator for eight elements, the first one lowest. */
 typedef struct {
     uint32_t words[4];

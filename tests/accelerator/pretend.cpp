@@ -76,8 +76,8 @@ uint64_t         copies;   // ... of which were copies
 // The stand-in's cuStreamSynchronize, once it is used.
 std::atomic<int (*)(void *)> driver_synchronize;
 
-// The stand-in's memory, for new tensors while `used`.  All but the pointers are guarded
-// by queue_lock.
+// The stand-in's memory, for new tensors while `used`.  All but the pointers are
+// guarded by queue_lock.
 struct DriverMemory {
     int (*push)(void *);
     int (*pop)(void **);
@@ -217,9 +217,9 @@ struct Allocator final : c10::Allocator {
     allocate(size_t bytes) override
     {
         std::lock_guard<std::mutex> guard(queue_lock);
-        void                       *data = bytes == 0            ? nullptr
+        void                       *data = bytes == 0           ? nullptr
                                            : driver_memory.used ? driver_memory.take(bytes)
-                                                                 : c10::alloc_cpu(bytes);
+                                                                : c10::alloc_cpu(bytes);
 
         return {data, data, &give_back, current()};
     }
@@ -864,7 +864,8 @@ use_driver(const std::string &path)
         reinterpret_cast<int (*)(void *)>(dlsym(library, "cuStreamSynchronize"));
     static_cast<const Table *>(dlsym(library, "stand_in"))->set_drain(&run_all);
     const auto find = [&](auto &function, const char *name) {
-        function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+        function =
+            reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
     };
     std::lock_guard<std::mutex> guard(queue_lock);
     find(driver_memory.push, "cuCtxPushCurrent_v2");
