@@ -10,13 +10,11 @@
  * Then each gather is a number of rounds, one step each: before a member posts the step
  * its device is told to fill its half, and after all posts, to drain the others'.
  *
- * A gather of tensors where they lie has other steps:
- *
- *   0      each member shows its input.  One that cannot be read by others: the rounds
- *          follow.
- *   (1)    if one is new to the others: each opens the new ones, and votes.  Without
- * all votes, the rounds follow. 1 or 2 each has told its device to read; the inputs are
- * taken back.
+ * A gather of tensors where they lie has other steps.  In the first one each member
+ * shows its input.  Where others cannot read one, the rounds follow.  Where one is new
+ * to the others, a step of votes follows: each has opened the new ones, or refuses.
+ * Without all votes, the rounds follow.  Before the last step each has told its device
+ * to read; behind it the inputs are taken back.
  *
  * Status   The rounds were run by ranks on one shared H100, not yet between two GPUs.
  *          Tensors read where they lie were not yet run on a GPU.  The tests have a
