@@ -1,12 +1,12 @@
 """How fast does a GPU's tensor reach another rank, against a plain copy on the devices?
 
-    mpirun -np 2 python benchmarks/device_pool.py
+    mpirun -np 2 python benchmarks/device_pool.py [--mib 1]
 
-Ten tensors of 64 MiB in a row from pp_rank 0 to a module of pp_rank 1, whose answer to the
-last one has an element of it, through the device pool and through host memory.  Each rank
-has its own GPU, or both share the only one.
-The plain copy is PyTorch's, from the one GPU to the other, or inside the only one; wanted is
-0.95 of it.  Every tensor that arrives is checked before anything is timed.
+Ten tensors of 64 MiB (``--mib``) in a row from pp_rank 0 to a module of pp_rank 1, whose
+answer to the last one has an element of it, through the device pool and through host memory.
+Each rank has its own GPU, or both share the only one.
+The plain copy is PyTorch's, from the one GPU to the other, or inside the only one; the pool
+makes two.  Every tensor that arrives is checked before anything is timed.
 
 Without a GPU it says so and ends; ``--stand-in`` runs it all the same, on the tests'
 pretended accelerator, to try the program: such times say nothing.
@@ -22,10 +22,8 @@ from torch import nn
 import smp
 from table import show, timed
 
-BYTES = 64 << 20
 CALLS = 10  # in a row
 ROUNDS = 10
-POOL_BYTES = 2 * CALLS * BYTES
 
 
 class Taker(nn.Module):
@@ -119,11 +117,12 @@ def seconds_of_plain_copy(x: torch.Tensor) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stand-in", action="store_true")
-    stand_in = parser.parse_args().stand_in
+    parser.add_argument("--mib", type=int, default=64)
+    stand_in, mib = (given := parser.parse_args()).stand_in, given.mib
     times: dict[str, list[float]] = {}
     reports = []
     find_device(stand_in)
-    for name, pool in {"device pool": POOL_BYTES, "through host memory": 0}.items():
+    for name, pool in {"device pool": 2 * CALLS * mib << 20, "through host memory": 0}.items():
         smp.init(
             {
                 "pipeline_parallel_degree": 2,
@@ -132,7 +131,7 @@ def main() -> None:
             }
         )
         on = own_device()
-        x = torch.arange(BYTES // 4, dtype=torch.int32).to(on)  # the sum is exact
+        x = torch.arange(mib << 18, dtype=torch.int32).to(on)  # the sum is exact
         if smp.pp_rank() == 0:
             times.setdefault("plain copy", seconds_of_plain_copy(x))
         smp.barrier()
@@ -144,7 +143,7 @@ def main() -> None:
     if reports:
         print(*reports, sep="\n\n")
         name = torch.cuda.get_device_name() if on.type == "cuda" else "a stand-in: no figures"
-        show(f"64 MiB to the other rank, {name}", "us", 1e6, times, "plain copy")
+        show(f"{mib} MiB to the other rank, {name}", "us", 1e6, times, "plain copy")
 
 
 main()
