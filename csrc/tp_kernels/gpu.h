@@ -2,9 +2,10 @@
  * results.
  *
  * They come as a fat binary in this library, if built with nvcc, and are loaded and
- * launched through the driver: nothing is linked.  A thread reads 16 bytes at once.  A
- * warp or a block has a row, in registers up to 8,192 columns; or a thread has eight
- * columns of many rows.  Sums of columns are added up by a kernel of their own.
+ * launched through the driver: nothing is linked.  A thread reads 16 bytes at once,
+ * where rows begin at multiples of these.  A warp or a block has a row, which softmax
+ * and norms hold in registers then; or a thread has eight columns of many rows.  Sums
+ * of columns are added up by a kernel of their own.
  *
  * Status     Not yet run on a GPU in this form.  The tests run the kernels on threads
  *            taking turns on a CPU.  Python compares each kernel with torch's operators

@@ -6,8 +6,8 @@
  *   warp        a row is a warp's, and in registers: up to 1,024 columns
  *   block       a block's: up to 8,192
  *   loop        a block's, and read again for each pass
- *   odd_warp    the same for rows that do not begin at multiples of 16 bytes
- *   odd_block
+ *   odd_warp    rows that do not begin at multiples of 16 bytes: read again for each
+ *   odd_block   pass, an element at a time
  *
  * A kernel of columns is `whole` or `odd`, and one of logits a `warp`'s or a `block`'s.
  */

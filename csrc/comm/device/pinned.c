@@ -195,26 +195,37 @@ take_in_any(const smp_pinned *pinned, size_t bytes, uint32_t *slot, uint64_t *of
     return false;
 }
 
-/* Bytes of a new slab with room for a block; 0: there is none. */
 static size_t
-slab_for(const smp_pinned *pinned, size_t bytes)
+pages(size_t bytes)
+{
+    return (bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+/* Takes memory for a new slab with room for a block out of the arena: its bytes, or 0.
+ * An arena without room for a slab as large as wanted has it for the block, perhaps. */
+static size_t
+take_slab(const smp_pinned *pinned, size_t bytes, uint32_t *slot, uint64_t *offset)
 {
     size_t arena = pinned->own->arena_bytes;
     size_t before = pinned->bytes;
     size_t most = arena / ALL_SLABS / PAGE * PAGE - before;
-    size_t size = before;
+    size_t first =
+        arena / FIRST_SLAB < SMP_PINNED_SLAB ? arena / FIRST_SLAB : SMP_PINNED_SLAB;
+    size_t size = before == 0 ? first / PAGE * PAGE : before;
 
-    if (before == 0) {
-        size = arena / FIRST_SLAB < SMP_PINNED_SLAB ? arena / FIRST_SLAB / PAGE * PAGE
-                                                    : SMP_PINNED_SLAB;
-    }
-    if (bytes > most) {
+    if (pages(bytes) > most) {
         return 0;
     }
-    if (size < bytes) {
-        size = (bytes + PAGE - 1) / PAGE * PAGE;
+    size = size < most ? size : most;
+    size = size < bytes ? pages(bytes) : size;
+    if (!smp_arena_take(pinned->arena, size + PAGE, slot, offset)) {
+        size = pages(bytes);
+        if (!smp_arena_take(pinned->arena, size + PAGE, slot, offset)) {
+            return 0;
+        }
     }
-    return size < most ? size : most;
+    *offset = pages(*offset);
+    return size;
 }
 
 /* Shows one more slab, with room for a block; this thread has the books.  False: no. */
@@ -223,16 +234,18 @@ add_slab(smp_pinned *pinned, size_t bytes)
 {
     smp_segment     *own = pinned->own;
     uint32_t         n = shown_slabs(own);
-    size_t           size = slab_for(pinned, bytes);
+    size_t           size;
     uint32_t         slot;
     uint64_t         offset;
     smp_arena_ground ground;
 
-    if (n == SMP_PINNED_SLABS || size == 0 ||
-        !smp_arena_take(pinned->arena, size + PAGE, &slot, &offset)) {
+    if (n == SMP_PINNED_SLABS) {
         return false;
     }
-    offset = (offset + PAGE - 1) / PAGE * PAGE;
+    size = take_slab(pinned, bytes, &slot, &offset);
+    if (size == 0) {
+        return false;
+    }
     ground = (smp_arena_ground){
         .states = own->states + own->arena_slots + (size_t)n * SMP_PINNED_SLOTS,
         .nslots = SMP_PINNED_SLOTS,
@@ -263,7 +276,7 @@ smp_pinned_take(smp_pinned *pinned, size_t bytes, uint32_t *slot, uint64_t *offs
 {
     bool taken;
 
-    if (bytes < SMP_PINNED_LEAST || !is_open(pinned)) {
+    if (bytes < SMP_PINNED_LEAST || pinned->generation != smp_fork_generation()) {
         return false;
     }
     taken = take_in_any(pinned, bytes, slot, offset);
@@ -340,5 +353,6 @@ smp_pinned_measure(const smp_pinned *pinned, smp_pinned_use *use)
         use->bytes += slab.size;
         use->taken += slab.size + PAGE;
         use->in_use += slab.in_use;
+        use->high += slab.high;
     }
 }

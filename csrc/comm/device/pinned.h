@@ -16,7 +16,7 @@
  *            (tests/core/stand_in.c).
  * Threads    use_device: one at a time (the server's baton guarantees it).  Others:
  *            any; while one has the driver pin a slab, others find no new one.
- * Errors     None.  Where the driver refuses, memory is pageable from then on; `why` of
+ * Errors     None.  Where the driver refuses, no more is pinned from then on; `why` of
  *            measure has the driver's words.  In a forked child nothing is pinned.
  */
 #ifndef SMP_COMM_DEVICE_PINNED_H
@@ -42,6 +42,7 @@ typedef struct {
     uint64_t    bytes;  /* of the own slabs */
     uint64_t    taken;  /* by them, from the arena */
     uint64_t    in_use; /* by blocks in them */
+    uint64_t    high;   /* the sum of the most in each */
     const char *why;    /* why no more is pinned, "" if it may be; until destroy */
 } smp_pinned_use;
 

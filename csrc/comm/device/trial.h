@@ -1,8 +1,7 @@
 /* A path between devices is tried before tensors take it: a pattern goes through it, on
  * the streams, by the copies and behind the events of tensors.
  *
- * Status   The path has met only a stand-in for the driver (tests/core/stand_in.c), no
- *          GPU.
+ * Status   Run by ranks on one shared H100, not yet between two GPUs.
  * Threads  one at a time.  The device's context is current.
  */
 #ifndef SMP_COMM_DEVICE_TRIAL_H

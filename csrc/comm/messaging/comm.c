@@ -480,7 +480,7 @@ smp_comm_counters(smp_comm *comm, smp_comm_stats *out)
         .pool_blocks = atomic_load(&comm->pool_blocks),
         .pool_fallbacks = atomic_load(&comm->pool_fallbacks),
         .pool_in_use = use.in_use - pinned.taken + pinned.in_use,
-        .pool_high = use.high,
+        .pool_high = use.high - pinned.taken + pinned.high, /* at most */
         .pool_made = use.made,
         .pool_size = use.size,
     };
