@@ -124,7 +124,9 @@ def test_halves_are_tried_at_their_first_use(device, dtype, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(_core, "tp_norm", wrong)
-        with pytest.warns(UserWarning, match=f"do not serve {dtype} .*: layer norm of 130 columns differs"):
+        with pytest.warns(
+            UserWarning, match=f"do not serve {dtype} .*: layer norm of 130 columns differs"
+        ):
             assert not gpu_kernels.usable(on, dtype, kernels._trials)
         assert gpu_kernels.usable(on, torch.float32, kernels._trials)
 
