@@ -9,8 +9,8 @@
  * A block lies in one slab, and nothing else does: the driver refuses a copy of a range
  * that is registered in part.
  *
- * The first slab has SMP_PINNED_SLAB bytes, each later one as many as all before it;
- * together they take half of the arena at most.
+ * The first slab has SMP_PINNED_SLAB bytes, each later one as many as all before it, or
+ * a block's where the arena has no more.  Together they take half of the arena at most.
  *
  * Status     Not yet run on a GPU; the tests have a stand-in for the driver
  *            (tests/core/stand_in.c).
@@ -35,7 +35,7 @@ typedef struct smp_pinned smp_pinned;
 /* Bytes of the first slab, but at most an eighth of the arena. */
 #define SMP_PINNED_SLAB ((size_t)64 << 20)
 
-/* Smaller blocks are as fast in pageable memory, and would take all slots. */
+/* Smaller blocks would take all slots, and gain little.  Not measured. */
 #define SMP_PINNED_LEAST ((size_t)16 << 10)
 
 typedef struct {

@@ -76,6 +76,20 @@ host_deliver(smp_comm *comm, smp_message *message)
     host_arrived(comm);
 }
 
+/* A block in a taken slot of the own segment. */
+static smp_status
+block_in(smp_comm *comm, uint32_t slot, uint64_t offset, size_t bytes, smp_block **out)
+{
+    smp_status status = smp_block_shared(comm->segment, slot, offset, bytes, out);
+
+    if (status == SMP_OK) {
+        atomic_fetch_add_explicit(&comm->pool_blocks, 1, memory_order_relaxed);
+    } else {
+        atomic_store(&comm->segment->states[slot], SMP_SLOT_FREE);
+    }
+    return status;
+}
+
 static smp_status
 host_block(smp_comm *comm, size_t bytes, smp_block **out)
 {
@@ -92,12 +106,10 @@ host_block(smp_comm *comm, size_t bytes, smp_block **out)
         }
         return status;
     }
-    status = smp_block_shared(comm->segment, slot, offset, bytes, out);
+    status = block_in(comm, slot, offset, bytes, out);
     if (status != SMP_OK) {
-        atomic_store(&comm->segment->states[slot], SMP_SLOT_FREE);
         return status;
     }
-    atomic_fetch_add_explicit(&comm->pool_blocks, 1, memory_order_relaxed);
     if (smp_arena_wants_pages(comm->arena) &&
         !atomic_exchange(&comm->pages_asked, true)) {
         host_kick(comm);
@@ -108,20 +120,12 @@ host_block(smp_comm *comm, size_t bytes, smp_block **out)
 static smp_status
 host_pinned_block(smp_comm *comm, size_t bytes, smp_block **out)
 {
-    uint32_t   slot;
-    uint64_t   offset;
-    smp_status status;
+    uint32_t slot;
+    uint64_t offset;
 
-    if (!smp_pinned_take(comm->pinned, bytes, &slot, &offset)) {
-        return host_block(comm, bytes, out);
-    }
-    status = smp_block_shared(comm->segment, slot, offset, bytes, out);
-    if (status != SMP_OK) {
-        atomic_store(&comm->segment->states[slot], SMP_SLOT_FREE);
-        return status;
-    }
-    atomic_fetch_add_explicit(&comm->pool_blocks, 1, memory_order_relaxed);
-    return SMP_OK;
+    return smp_pinned_take(comm->pinned, bytes, &slot, &offset)
+               ? block_in(comm, slot, offset, bytes, out)
+               : host_block(comm, bytes, out);
 }
 
 static void
