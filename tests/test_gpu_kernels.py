@@ -152,6 +152,24 @@ def test_one_that_computes_something_else_is_not_trusted(device, name, dtype, mo
 
 @alone
 @on_pretended
+@pytest.mark.parametrize("columns", [136, 2048, 2050, 8200])
+def test_rows_of_each_form_are_tried(device, columns, monkeypatch):
+    """One is wrong for rows of one length and alignment alone."""
+    on = begin()
+    real = _core.tp_residual
+
+    def wrong(*args):
+        real(*args)
+        if args[1] == columns:
+            args[-1].view(-1)[-1:] += 0.5
+
+    monkeypatch.setattr(_core, "tp_residual", wrong)
+    with pytest.warns(UserWarning, match=f"bias, dropout and residual of {columns} columns"):
+        assert not gpu_kernels.usable(on, torch.float32, kernels._trials)
+
+
+@alone
+@on_pretended
 def test_a_device_whose_tensors_cannot_be_borrowed_is_torchs(device, monkeypatch):
     on = begin()
 
