@@ -3,6 +3,7 @@
 import pytest
 
 from smp.collectives.backend import _in_words
+from smp.collectives.gather_times import Times
 from smp.collectives.ranks import GroupUse, PeerUse, PoolUse, Ranks
 from smp.job.collective_calls import CallMismatch, Calls
 from smp.start.comm_report import CommReport, Peer
@@ -47,7 +48,8 @@ def test_the_pool_of_a_device_or_why_there_is_none(device, said):
 
 
 def test_groups_their_peers_and_pools():
-    devices = GroupUse("a", (0, 1), 1, 0, "", (), 0, 0, 6, 2 * MIB, "", "", 4)
+    times = (Times(MIB, 5.2e-5, 5e-5), Times(16 * MIB, 3e-4, 1e-4))
+    devices = GroupUse("a", (0, 1), 1, 0, "", (), 0, 0, 6, 2 * MIB, "", "", 4, times)
     nccl = GroupUse("b", (0, 1), 1, 0, "", (), 0, 0, 0, 0, "several hosts")
     report = CommReport(
         *(2, (), 0, 0, 0, 0),
@@ -64,6 +66,8 @@ def test_groups_their_peers_and_pools():
         "b 2 1 0.0 none none",
         "group a: 6 all-gathers of 2.0 MiB by the GPUs' own copies, "
         "4 straight from the tensors",
+        "group a: an all-gather of 1024 KiB takes 52 us by copies, 50 by NCCL: copies",
+        "group a: an all-gather of 16384 KiB takes 300 us by copies, 100 by NCCL: NCCL",
         "group b: all-gathers of GPUs by NCCL (several hosts)",
         "to rank by messages MiB",
         "1 tcp 4 1.0",

@@ -13,8 +13,9 @@ import os
 import signal
 import warnings
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ import torch.distributed as dist
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
 import smp
 from smp import _core
+from smp.collectives import gather_times
+from smp.collectives.process_group import ALL_GATHER
+from smp.collectives.work import Over
 from tests import accelerator
 from tests.devices import DEVICES
 from tests.ranks import on_ranks
@@ -48,7 +52,10 @@ def job_on(device: str, folder, memory: str = TINY, **rest):
         on = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(on)
     os.environ[GATHER_BYTES] = memory
-    shared = accelerator.memory_of_driver() if device == accelerator.NAME else nullcontext()
+    # Tests count calls: on GPUs nothing is measured, on the stand-in without NCCL nothing is.
+    shared = patch.object(gather_times, "measure", lambda *_: ())
+    if device == accelerator.NAME:
+        shared = accelerator.memory_of_driver()
     with job(folder, **rest) as (rank, size), shared:
         yield rank, size, on
 
@@ -411,6 +418,86 @@ def test_other_operations_are_nccl_s(device, tmp_path):
         assert torch.equal(out.cpu(), torch.ones(8))
         report = str(smp.comm_report())
         assert "group 0: 1 all-gathers of 0.0 MiB by the GPUs' own copies" in report
+        group._nccl = None
+
+
+class Gatherer(Recorder):
+    """... and gathers, through host memory."""
+
+    fails = False
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts):
+        self.asked.append(len(inputs))
+        if self.fails:
+            raise dist.DistBackendError("no NCCL today")
+        return dist.group.WORLD._call(ALL_GATHER, inputs, outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather(self, outputs, inputs, opts):
+        self.asked.append("allgather")
+        return dist.group.WORLD._fill_lists(ALL_GATHER, outputs[0], inputs[0], opts)
+
+
+@on_ranks(2)
+@on_stand_in
+def test_a_group_keeps_the_faster_way_of_copies_and_nccl(device, tmp_path, monkeypatch):
+    """... on its slowest rank, by the size of a call."""
+    with job_on(device, tmp_path) as (rank, size, on):
+        group = dist.group.WORLD
+        nccl = Gatherer.of(group)
+
+        def seconds(gather, out, own):
+            gather(out, own)
+            if gather.__name__ == "by_copies":
+                return 5e-5
+            return [4e-5 if own.numel() == gather_times.SIZES[0] else 4.9e-5, 3e-5][rank]
+
+        monkeypatch.setattr(gather_times, "_seconds", seconds)
+
+        def by_nccl(n, dtype=torch.float32, gap=1, listed=False, **rest):
+            """What NCCL was asked for an all-gather of n elements of each rank."""
+            terms = [drawn(r, (n * gap,), torch.float32).to(dtype) for r in range(size)]
+            out = torch.zeros(size * n * gap, dtype=dtype, device=on)[::gap]
+            own = terms[rank].to(on)[::gap]
+            nccl.asked.clear()
+            if listed:
+                work = dist.all_gather(list(out.chunk(size)), own, **rest)
+            else:
+                work = dist.all_gather_into_tensor(out, own, **rest)
+            if work is not None:
+                work.wait()
+            assert same(out.cpu(), torch.cat([term[::gap] for term in terms]))
+            return nccl.asked
+
+        assert by_nccl(4) == [1] * (1 + 3 * len(gather_times.SIZES) + 1)
+        assert by_nccl(4) == by_nccl(1 << 16) == by_nccl(4, async_op=True) == [1]
+        assert by_nccl(4, gap=2) == by_nccl(4, gap=2, async_op=True) == [1]
+        assert by_nccl(4, listed=True) == by_nccl(4, gap=2, listed=True) == ["allgather"]
+        assert by_nccl(4, torch.float8_e4m3fn) == by_nccl((1 << 16) + 1) == []
+        nccl.asked.clear()
+        with dist._coalescing_manager(device=on):
+            dist.all_gather_into_tensor(torch.empty(8, device=on), torch.ones(4, device=on))
+        assert nccl.asked == []
+        said = "group 0: an all-gather of 64 KiB takes 50 us by copies, 40 by NCCL: NCCL"
+        assert said in str(smp.comm_report())
+        group._nccl = None
+
+
+@on_ranks(2)
+@on_stand_in
+def test_a_rank_without_nccl_leaves_all_gathers_to_copies_for_all(device, tmp_path):
+    with job_on(device, tmp_path) as (rank, size, on):
+        group = dist.group.WORLD
+        nccl = Gatherer.of(group)
+        nccl.fails = rank == 1
+        if rank == 0:  # it does not wait for the other, as NCCL does
+            nccl.all_gather_single_coalesced = lambda *_: Over()
+        for calls in (1, 2):
+            out = torch.empty(8, device=on)
+            dist.all_gather_into_tensor(out, torch.full((4,), float(rank), device=on))
+            assert out.cpu().tolist() == [0.0] * 4 + [1.0] * 4
+            assert gathered() == calls and nccl.asked == [1] * rank
         group._nccl = None
 
 

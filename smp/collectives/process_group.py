@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from smp import _core, torch_versions
-from smp.collectives import dense, launch, sparse
+from smp.collectives import dense, gather_times, launch, sparse
 from smp.collectives.monitored_barrier import Monitor
 from smp.collectives.operation import operation_of, show
 from smp.collectives.ranks import Ranks
@@ -111,6 +111,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._nccl_waits: torch.device | None = None  # to be told of coalesced operations
         self._nccl_coalesces = False
         self._why_nccl: str | None = None  # gathers, too; "": it does not; None: not known
+        # The ways of all-gathers between devices; empty: there is one.  None: not measured.
+        self._gather_times: tuple[gather_times.Times, ...] | None = None
         self._coalesced: list[dist.Work] | None = None
         self._monitor = Monitor(self._shown, rank, self.global_ranks)
         self._over = Over()
@@ -488,7 +490,14 @@ class ProcessGroup(dist.ProcessGroup):
             return False  # a graph has no calls of the host
         if self._why_nccl is None:
             self._why_nccl = self._meet_devices(outputs, inputs, opts)
-        return not self._why_nccl
+        if self._why_nccl:
+            return False
+        if self._coalesced is None and self._gather_times is None:
+            known, members = self._ranks.gather_times, tuple(self._members)
+            if members not in known:
+                known[members] = self._measure_gathers(tensor.device)
+            self._gather_times = known[members]
+        return True
 
     def _meet_devices(self, outputs: Sequence, inputs: Sequence[Tensor], opts: Any) -> str:
         """Why the devices do not gather; "": they do.  Waits for the other ranks."""
@@ -510,6 +519,73 @@ class ProcessGroup(dist.ProcessGroup):
             self._ranks.attend()
             raise
 
+    def _measure_gathers(self, device: torch.device) -> tuple[gather_times.Times, ...]:
+        """The times of both ways, if NCCL is the other one."""
+        through_host = self._through_host.get(None)
+        if through_host is None:
+            through_host = bool(self._why_not_nccl(device, None))
+        if self.size() == 1 or through_host:
+            return ()
+
+        def by_copies(out: Tensor, own: Tensor) -> None:
+            self._group.gather((own,), [out], self._limit_s, True)
+
+        def by_nccl(out: Tensor, own: Tensor) -> None:
+            self._gather_by_nccl(device, [out], [own]).wait()
+
+        def all_of(numbers: list[float]) -> list[list[float]]:
+            own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            out = own.new_empty(self.size() * len(numbers))
+            self._group.run(ALL_GATHER, [own], [out], 0, 0, 1.0, None, None, self._limit_s)
+            return out.view(self.size(), -1).tolist()
+
+        try:
+            return gather_times.measure(self.size(), device, by_copies, by_nccl, all_of)
+        except dist.DistBackendError:
+            raise
+        except BaseException:  # of a signal's handler, perhaps
+            self._ranks.attend()
+            raise
+
+    def _nccl_gathers_faster(self, outputs: Sequence) -> bool:
+        """Whether NCCL does, and has the dtype; alike on all ranks."""
+        times = self._gather_times or ()
+        if self._coalesced is not None or not any(each.is_nccl_ahead for each in times):
+            return False
+        filled = dense.listed(outputs)
+        nbytes = sum(tensor.nbytes for tensor in filled) // self.size()
+        return (
+            gather_times.of_size(times, nbytes).is_nccl_ahead
+            and filled[0].dtype in gather_times.NCCL_DTYPES
+        )
+
+    def _gather_by_nccl(
+        self,
+        device: torch.device,
+        outputs: Sequence,
+        inputs: Sequence[Tensor],
+        opts: Any = None,
+    ) -> dist.Work:
+        """As `_gather_on_device`, by NCCL."""
+        nccl, given = self.nccl(), dense.listed(outputs)
+        copies = [_each(dense.dense, out) for out in outputs]
+        pairs = zip(given, dense.listed(copies), strict=True)
+        has_gaps = any(one.data_ptr() != copy.data_ptr() for one, copy in pairs)
+        works = []
+        filled = copies if has_gaps else outputs
+        for out, own in zip(filled, map(dense.dense, inputs), strict=True):
+            if isinstance(out, Tensor):
+                gather = torch_versions.operation_of(nccl, "all_gather_single_coalesced")
+                works.append(gather([out], [own], opts or _SYNC))
+            else:
+                works.append(nccl.allgather([out], [own], opts or _SYNC))
+        work = works[0] if len(works) == 1 else AllOf(works)
+        if not has_gaps:
+            return work
+        work.wait()
+        dense.copied_back(dense.listed(copies), given)()
+        return OverOnDevice(device, given)
+
     def _gather_on_device(
         self,
         device: torch.device,
@@ -522,6 +598,8 @@ class ProcessGroup(dist.ProcessGroup):
         Args:
             outputs: for each a tensor, or a list of one for each rank.
         """
+        if self._nccl_gathers_faster(outputs):
+            return self._gather_by_nccl(device, outputs, inputs, opts)
         waits = not getattr(opts, "asyncOp", False) and self._coalesced is None
         limit_s = self._limit(opts)
         key, self.key = self.key, 0

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from smp import _core
 from smp.collectives import dense
+from smp.collectives.gather_times import Times
 from smp.collectives.work import Work, forget_dropped
 from smp.job import core_warnings, transports
 from smp.job.bootstrap import Bootstrap, OverStore, running_mpi
@@ -65,6 +66,7 @@ class GroupUse:
     device_why: str = ""  # the reason for NCCL to do those
     through_host: str = ""  # the reason for devices' other operations to go there
     device_straight: int = 0  # device_operations with tensors read where they lie
+    device_times: tuple[Times, ...] = ()  # of device_operations and of NCCL's, as measured
 
 
 class Ranks:
@@ -132,6 +134,7 @@ class Ranks:
         core_warnings.pass_on()
         self._groups: dict[_core.Group, tuple[str, list[int]]] = {}  # with name and members
         self.through_host: dict[_core.Group, str] = {}  # the reasons, by group
+        self.gather_times: dict[tuple[int, ...], tuple[Times, ...]] = {}  # by members
         self._lock = threading.Lock()  # guards the two below
         self._idle = 0  # threads awaiting the end of the next operation
         self._threads: list[threading.Thread] = []
@@ -170,6 +173,7 @@ class Ranks:
         """The group's operations end with an error.  After the last group, leave the ranks."""
         group.close()
         self._groups.pop(group, None)
+        self.through_host.pop(group, None)
         self.close_unused()
 
     def close_unused(self) -> None:
@@ -229,6 +233,7 @@ class Ranks:
                     why,
                     self.through_host.get(group, ""),
                     straight,
+                    self.gather_times.get(tuple(members), ()),
                 )
             )
         return uses

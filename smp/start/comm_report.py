@@ -187,6 +187,12 @@ def _of_devices(use: "GroupUse") -> list[str]:
         *lines,
         f"group {use.name}: {use.device_operations} all-gathers of {_mib(use.device_bytes)} "
         f"MiB by the GPUs' own copies, {use.device_straight} straight from the tensors",
+        *(
+            f"group {use.name}: an all-gather of {times.bytes >> 10} KiB takes "
+            f"{times.copies * 1e6:.0f} us by copies, {times.nccl * 1e6:.0f} by NCCL: "
+            f"{'NCCL' if times.is_nccl_ahead else 'copies'}"
+            for times in use.device_times
+        ),
     ]
 
 
