@@ -623,7 +623,7 @@ DEVICE_TEST(a_trial_without_an_end_turns_the_pools_off, .processes = "2")
     for (uint64_t i = 0; i < 2; i++) {
         CHECK(tell_all(w, u, i) == 0);
     }
-    expect_pools(w, u, "did not end", "did not end");
+    expect_pools(w, u, "did not come", "did not come");
 }
 
 /* Rank 0's pattern is there only after rank 1 has begun to look. */
@@ -800,6 +800,28 @@ TEST_RANK(a_pool_outlives_its_comm_while_it_is_open, .threads = "2")
         CHECK(alive() > 0);
     }
     w->barrier(w);
+}
+
+TEST_RANK(a_comm_ends_beside_work_without_end, .processes = "2")
+{
+    user  u;
+    void *stuck;
+
+    begin(w, &u);
+    shake_hands(w, &u);
+    if (w->rank == 0) {
+        send_through_host(w, &u, 1, LARGEST, STAND_IN_PINNED);
+    } else {
+        receive_through_host(w, &u, STAND_IN_PINNED);
+    }
+    settle(&u);
+    w->barrier(w);
+    stuck = begin_stuck(&u);
+    smp_comm_destroy(w->comm);
+    w->comm = NULL;
+    end_stuck(&u, stuck);
+    w->barrier(w);
+    end(&u);
 }
 
 /* ----------------------------------------------------------------------- main */

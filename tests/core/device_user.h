@@ -9,6 +9,7 @@
 #include "comm/device/port.h"
 #include "comm/device/trial.h"
 #include "comm/messaging/neighbour.h"
+#include "device/streams.h"
 #include "stand_in_library.h"
 #include "traffic.h"
 
@@ -40,6 +41,10 @@ smp_trial_result __real_smp_trial_read(const smp_driver *driver, uint64_t at,
 smp_trial_result __wrap_smp_trial_read(const smp_driver *driver, uint64_t at,
                                        size_t bytes, uint64_t seed, void *stream,
                                        char why[SMP_DRIVER_TEXT]);
+bool             __real_smp_trial_came(const smp_driver *driver, void *event,
+                                       char why[SMP_DRIVER_TEXT]);
+bool             __wrap_smp_trial_came(const smp_driver *driver, void *event,
+                                       char why[SMP_DRIVER_TEXT]);
 
 int64_t
 __wrap_smp_clock_ns(void)
@@ -58,6 +63,38 @@ __wrap_smp_trial_read(const smp_driver *driver, uint64_t at, size_t bytes,
     result = __real_smp_trial_read(driver, at, bytes, seed, stream, why);
     in_trial = false;
     return result;
+}
+
+bool
+__wrap_smp_trial_came(const smp_driver *driver, void *event, char why[SMP_DRIVER_TEXT])
+{
+    bool came;
+
+    in_trial = true;
+    came = __real_smp_trial_came(driver, event, why);
+    in_trial = false;
+    return came;
+}
+
+/* A stream of the core's with work that does not end, as behind a dead rank's event:
+ * nothing of this process's devices does, until end_stuck(). */
+static void *
+begin_stuck(const user *u)
+{
+    char  why[SMP_DRIVER_TEXT];
+    void *stream;
+
+    CHECK(smp_stream_create(u->driver, u->context, &stream, why));
+    u->stand_in->hold(true);
+    CHECK(u->driver->copy(u->y, u->x, 1, stream) == 0);
+    return stream;
+}
+
+static void
+end_stuck(const user *u, void *stream)
+{
+    u->stand_in->hold(false);
+    smp_stream_destroy(u->driver, stream);
 }
 
 /* Memory, a stream and the context for this rank's thread, on device 0. */

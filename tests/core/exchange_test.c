@@ -331,6 +331,42 @@ EXCHANGE_TEST(memory_may_be_freed_and_allocated_again, .processes = "3")
     }
 }
 
+/* ... also where another group had the earlier one open, and has nothing to do since:
+ * its halves, and a tensor. */
+EXCHANGE_TEST(memory_freed_in_one_group_is_opened_in_another, .processes = "3")
+{
+    const char   *why;
+    smp_exchange *second_exchange;
+    smp_group    *second;
+    task          t;
+
+    for (uint64_t i = 0; i < 2; i++) {
+        plan_large(&t, w->size, i, u);
+        gather(u, group, exchange, &t);
+        settle(u);
+        w->barrier(w);
+        CHECK(u->driver->free(u->x) == 0);
+        if (i == 1) { /* the halves come to the address of x */
+            CHECK_OK(make_group_of_all(w, 8, &second));
+            CHECK_OK(meet(second, SMALL, &second_exchange, &why));
+            CHECK(second_exchange != NULL);
+        }
+        CHECK(u->driver->alloc(&u->x, smp_driver_blocks(USER_BYTES)) == 0);
+        w->barrier(w);
+    }
+    plan_large(&t, w->size, 2, u);
+    gather(u, group, exchange, &t);
+    plan_large(&t, w->size, 3, u);
+    gather(u, second, second_exchange, &t);
+    renew(u, &u->x);
+    w->barrier(w);
+    plan_large(&t, w->size, 4, u);
+    gather(u, second, second_exchange, &t);
+    settle(u);
+    CHECK(u->right == 5 * w->size && reads_of(group) == 3 && reads_of(second) == 2);
+    smp_group_destroy(second);
+}
+
 /* Memory of tensors that are gone does not stay open; nor does all of a great many. */
 EXCHANGE_TEST(memory_that_is_not_used_any_more_is_closed, .processes = "2")
 {
@@ -355,7 +391,7 @@ EXCHANGE_TEST(memory_that_is_not_used_any_more_is_closed, .processes = "2")
         CHECK(u->driver->free(all[i]) == 0);
     }
     before -= (int)COUNT_OF(all);
-    for (uint64_t i = 0; i < 2 * SMP_EXPORTS; i++) {
+    for (uint64_t i = 0; i < SMP_EXPORTS / 4; i++) {
         plan_large(&t, w->size, i, u);
         gather(u, group, exchange, &t);
         settle(u);
@@ -644,7 +680,7 @@ TEST_RANK(a_trial_without_an_end_turns_it_off, .processes = "2")
     begin(w, &u);
     u.stand_in->misbehave(w->rank == 1 ? STAND_IN_LATE_EVENTS : STAND_IN_IS_SOUND);
     hurries = true;
-    expect_nobody_gathers(w, &u, "did not end");
+    expect_nobody_gathers(w, &u, "did not come");
 }
 
 /* Halves are as large as the smallest of all members' is. */
@@ -701,6 +737,21 @@ TEST_RANK(one_may_leave_before_the_others, .processes = "2")
         w->barrier(w);
     }
     CHECK(u.right == w->size);
+    end(&u);
+}
+
+TEST_RANK(a_group_ends_beside_work_without_end, .processes = "2")
+{
+    smp_exchange *exchange;
+    smp_group    *group;
+    void         *stuck;
+    user          u;
+
+    begin_group(w, &u, SMALL, &group, &exchange);
+    stuck = begin_stuck(&u);
+    smp_group_destroy(group);
+    end_stuck(&u, stuck);
+    w->barrier(w);
     end(&u);
 }
 

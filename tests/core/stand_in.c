@@ -10,8 +10,10 @@
  *   - a wait for an event means its last record at the time of the call, also for an
  *     event of another process;
  *   - memory and events go to other processes by handles of 64 bytes;
- *   - the address of freed memory comes back, with another identity; its handle is
- *     refused while another process has the earlier memory open;
+ *   - the address of freed memory comes back, with another identity and perhaps fewer
+ *     bytes; its handle is refused while another process has the earlier memory open;
+ *   - memory freed, closed or no longer registered waits for all streams' work, also
+ *     for what waits for a dead process;
  *   - while a stream is captured, allocations and queries of threads that have not said
  *     that they may spoil the capture and fail;
  *   - a copy from or to a range of the host that is registered in part fails;
@@ -117,7 +119,8 @@ typedef struct work {
     uint64_t        count;
 } work;
 
-typedef struct {
+typedef struct stream {
+    struct stream  *next; /* under streams_lock */
     pthread_mutex_t lock; /* guards all below */
     pthread_cond_t  changed;
     work           *first;
@@ -141,6 +144,8 @@ static uint64_t        ids;
 static void           *freed_base; /* of the last one that was unmapped */
 static size_t          freed_bytes;
 static stream         *null_stream;
+static stream         *streams; /* all */
+static pthread_mutex_t streams_lock = PTHREAD_MUTEX_INITIALIZER;
 static const char     *failing;
 static int             countdown; /* 0: nothing fails */
 static int             failing_result;
@@ -331,6 +336,10 @@ make_stream(void)
     if (pthread_create(&s->thread, NULL, stream_main, s) != 0) {
         abort();
     }
+    pthread_mutex_lock(&streams_lock);
+    s->next = streams;
+    streams = s;
+    pthread_mutex_unlock(&streams_lock);
     return s;
 }
 
@@ -338,6 +347,14 @@ make_stream(void)
 static void
 end_stream(stream *s)
 {
+    stream **link = &streams;
+
+    pthread_mutex_lock(&streams_lock);
+    while (*link != s) {
+        link = &(*link)->next;
+    }
+    *link = s->next;
+    pthread_mutex_unlock(&streams_lock);
     pthread_mutex_lock(&s->lock);
     s->ending = true;
     pthread_cond_broadcast(&s->changed);
@@ -394,6 +411,24 @@ is_idle(stream *s)
     idle = s->first == NULL && !s->busy;
     pthread_mutex_unlock(&s->lock);
     return idle;
+}
+
+static void
+wait_for_streams(void)
+{
+    bool idle;
+
+    do {
+        idle = true;
+        pthread_mutex_lock(&streams_lock);
+        for (stream *s = streams; s != NULL && idle; s = s->next) {
+            idle = is_idle(s);
+        }
+        pthread_mutex_unlock(&streams_lock);
+        if (!idle) {
+            rest(REST_NS);
+        }
+    } while (!idle);
 }
 
 __attribute__((destructor)) static void
@@ -475,6 +510,7 @@ drop_memory(uint64_t at, bool mine)
     memory **link;
     memory  *m;
 
+    wait_for_streams();
     pthread_mutex_lock(&lock);
     for (link = &memories; *link != NULL && ((uint64_t)(uintptr_t)(*link)->base != at ||
                                              ((*link)->fd >= 0) != mine);
@@ -634,7 +670,7 @@ cuMemAlloc_v2(uint64_t *at, size_t bytes)
         return result;
     }
     pthread_mutex_lock(&lock);
-    if (bytes == freed_bytes) {
+    if (bytes <= freed_bytes) {
         where = freed_base;
     }
     pthread_mutex_unlock(&lock);
@@ -971,6 +1007,7 @@ cuMemHostUnregister(void *at)
     if (context_depth == 0) {
         return INVALID_CONTEXT;
     }
+    wait_for_streams();
     pthread_mutex_lock(&lock);
     for (range **link = &ranges; (r = *link) != NULL; link = &r->next) {
         if (r->at == (uintptr_t)at) {

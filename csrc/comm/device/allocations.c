@@ -1,9 +1,15 @@
 /* The exports as a table, least recently used ones last; the imports as a list. */
 #include "comm/device/allocations.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include "common/clock.h"
+#include "common/lock.h"
 
 /* Whether two ranges of addresses share one. */
 static bool
@@ -20,33 +26,47 @@ drop_export(smp_exports *exports, smp_export *one)
     *one = exports->entries[--exports->n];
 }
 
-/* Looks after one known allocation, another one at each call: its identity, if it has
- * been freed, or 0. */
-static uint64_t
-find_freed(smp_exports *exports)
+static void
+tell_gone(uint64_t gone[SMP_GONE], uint64_t identity)
 {
-    smp_export *one;
-    uint64_t    was;
-    uint64_t    now = 0;
-    int         result;
+    int i = 0;
 
-    if (exports->n == 0) {
-        return 0;
+    while (gone[i] != 0) {
+        i++;
     }
-    one = &exports->entries[exports->time % (uint64_t)exports->n];
-    was = one->allocation.identity;
-    result = exports->driver->pointer_attribute(&now, SMP_DRIVER_BUFFER_ID,
-                                                one->allocation.base);
-    if ((result != SMP_DRIVER_OK || now == was) && result != SMP_DRIVER_INVALID_VALUE) {
-        return 0;
+    gone[i] = identity;
+}
+
+/* Whether an allocation has been freed; an error of the driver is no answer. */
+static bool
+is_freed(const smp_exports *exports, const smp_allocation *allocation)
+{
+    uint64_t now = 0;
+    int      result = exports->driver->pointer_attribute(&now, SMP_DRIVER_BUFFER_ID,
+                                                         allocation->base);
+
+    return result == SMP_DRIVER_INVALID_VALUE ||
+           (result == SMP_DRIVER_OK && now != allocation->identity);
+}
+
+/* Looks after some of the known allocations, others at each call, and drops the freed
+ * ones. */
+static void
+drop_freed(smp_exports *exports, uint64_t gone[SMP_GONE])
+{
+    for (int k = 1; k < SMP_GONE && k <= exports->n; k++) {
+        smp_export *one = &exports->entries[exports->next++ % (uint32_t)exports->n];
+
+        if (is_freed(exports, &one->allocation)) {
+            tell_gone(gone, one->allocation.identity);
+            drop_export(exports, one);
+        }
     }
-    drop_export(exports, one);
-    return was;
 }
 
 /* Has room for one more.  False: all may be in use. */
 static bool
-make_room(smp_exports *exports, void *stream, uint64_t *gone)
+make_room(smp_exports *exports, void *stream, uint64_t gone[SMP_GONE])
 {
     smp_export *oldest = &exports->entries[0];
 
@@ -61,7 +81,7 @@ make_room(smp_exports *exports, void *stream, uint64_t *gone)
             oldest = &exports->entries[i];
         }
     }
-    *gone = oldest->allocation.identity;
+    tell_gone(gone, oldest->allocation.identity);
     drop_export(exports, oldest);
     return true;
 }
@@ -69,7 +89,7 @@ make_room(smp_exports *exports, void *stream, uint64_t *gone)
 /* Adds the allocation around `at`. */
 static smp_export *
 add_export(smp_exports *exports, uint64_t identity, uint64_t at, void *stream,
-           uint64_t *gone, char why[SMP_DRIVER_TEXT])
+           uint64_t gone[SMP_GONE], char why[SMP_DRIVER_TEXT])
 {
     const smp_driver *driver = exports->driver;
     smp_allocation    found = {.identity = identity};
@@ -100,7 +120,8 @@ add_export(smp_exports *exports, uint64_t identity, uint64_t at, void *stream,
     one = &exports->entries[exports->n++];
     *one = (smp_export){
         .allocation = found,
-        .state = smp_driver_ok(driver, "cuIpcGetMemHandle", result, why)
+        .state = smp_driver_ok(driver, "cuIpcGetMemHandle", result, why) &&
+                         identity != 0 /* an input of no bytes has that */
                      ? SMP_EXPORT_NEW
                      : SMP_EXPORT_CLOSED,
     };
@@ -109,7 +130,7 @@ add_export(smp_exports *exports, uint64_t identity, uint64_t at, void *stream,
 
 smp_export *
 smp_exports_find(smp_exports *exports, uint64_t at, size_t bytes, void *stream,
-                 uint64_t *gone, char why[SMP_DRIVER_TEXT])
+                 uint64_t gone[SMP_GONE], char why[SMP_DRIVER_TEXT])
 {
     const smp_driver *driver = exports->driver;
     smp_export       *one = NULL;
@@ -117,7 +138,8 @@ smp_exports_find(smp_exports *exports, uint64_t at, size_t bytes, void *stream,
     uint64_t          offset;
 
     snprintf(why, SMP_DRIVER_TEXT, "the tensor is not in one shared allocation");
-    *gone = find_freed(exports);
+    memset(gone, 0, SMP_GONE * sizeof(*gone));
+    drop_freed(exports, gone);
     if (!smp_driver_ok(driver, "cuPointerGetAttribute",
                        driver->pointer_attribute(&identity, SMP_DRIVER_BUFFER_ID, at),
                        why)) {
@@ -145,12 +167,47 @@ smp_exports_find(smp_exports *exports, uint64_t at, size_t bytes, void *stream,
 /* ----------------------------------------------------------------------- imports */
 
 struct smp_import {
-    smp_import *next;
-    uint64_t    identity;
-    uint64_t    base; /* its owner's address */
-    uint64_t    bytes;
-    uint64_t    at; /* the address here */
+    smp_import       *next;
+    smp_import       *every; /* of all imports; guarded by the lock, like is_open */
+    const smp_driver *driver;
+    void             *context;
+    uint64_t          owner;
+    uint64_t          identity;
+    uint64_t          base; /* its owner's address */
+    uint64_t          bytes;
+    uint64_t          at; /* the address here */
+    bool              is_open;
 };
+
+static smp_lock    lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES);
+static smp_import *every_import;
+
+static void
+add_to_all(smp_import *one)
+{
+    smp_lock_acquire(&lock);
+    one->is_open = true;
+    one->every = every_import;
+    every_import = one;
+    smp_lock_release(&lock);
+}
+
+/* Whether it was open still: the caller closes it. */
+static bool
+take_from_all(smp_import *one)
+{
+    smp_import **link = &every_import;
+    bool         was_open;
+
+    smp_lock_acquire(&lock);
+    while (*link != one) {
+        link = &(*link)->every;
+    }
+    *link = one->every;
+    was_open = one->is_open;
+    smp_lock_release(&lock);
+    return was_open;
+}
 
 /* A failure here is the device's, with no caller to tell. */
 static void
@@ -159,8 +216,56 @@ close_at(smp_imports *imports, smp_import **link)
     smp_import *one = *link;
 
     *link = one->next;
-    (void)imports->driver->memory_close(one->at);
+    if (take_from_all(one)) {
+        (void)imports->driver->memory_close(one->at);
+    }
     free(one);
+}
+
+uint64_t
+smp_allocations_owner(void)
+{
+    static _Atomic uint64_t number;
+    uint64_t                known = atomic_load(&number);
+    uint64_t                drawn = 0;
+
+    if (known != 0) {
+        return known;
+    }
+    if (getrandom(&drawn, sizeof(drawn), GRND_NONBLOCK) != (ssize_t)sizeof(drawn)) {
+        drawn = (uint64_t)smp_clock_ns() ^ (uint64_t)getpid() << 40;
+    }
+    drawn |= 1;
+    return atomic_compare_exchange_strong(&number, &known, drawn) ? drawn : known;
+}
+
+void
+smp_imports_make_way(uint64_t owner, uint64_t identity, uint64_t base, uint64_t bytes)
+{
+    const smp_driver *driver;
+    smp_import       *one;
+    void             *context = NULL;
+    uint64_t          at = 0;
+    char              why[SMP_DRIVER_TEXT];
+
+    do {
+        driver = NULL;
+        smp_lock_acquire(&lock);
+        for (one = every_import; one != NULL && driver == NULL; one = one->every) {
+            if (one->is_open && one->owner == owner && one->identity != identity &&
+                overlap(one->base, one->bytes, base, bytes)) {
+                one->is_open = false;
+                driver = one->driver;
+                context = one->context;
+                at = one->at;
+            }
+        }
+        smp_lock_release(&lock);
+        if (driver != NULL && smp_driver_enter(driver, context, why)) {
+            (void)driver->memory_close(at);
+            smp_driver_leave(driver);
+        }
+    } while (driver != NULL);
 }
 
 static void
@@ -196,22 +301,6 @@ smp_imports_find(smp_imports *imports, uint64_t identity)
     return one->at;
 }
 
-/* Only one allocation has an address at a time. */
-static void
-close_predecessors(smp_imports *imports, const smp_allocation *allocation)
-{
-    smp_import **link = &imports->first;
-
-    while (*link != NULL) {
-        if (overlap((*link)->base, (*link)->bytes, allocation->base,
-                    allocation->bytes)) {
-            close_at(imports, link);
-        } else {
-            link = &(*link)->next;
-        }
-    }
-}
-
 uint64_t
 smp_imports_open(smp_imports *imports, const smp_allocation *allocation,
                  char why[SMP_DRIVER_TEXT])
@@ -222,8 +311,12 @@ smp_imports_open(smp_imports *imports, const smp_allocation *allocation,
         snprintf(why, SMP_DRIVER_TEXT, "out of memory");
         return 0;
     }
-    close_predecessors(imports, allocation);
-    *one = (smp_import){.identity = allocation->identity,
+    smp_imports_make_way(imports->owner, allocation->identity, allocation->base,
+                         allocation->bytes);
+    *one = (smp_import){.driver = imports->driver,
+                        .context = imports->context,
+                        .owner = imports->owner,
+                        .identity = allocation->identity,
                         .base = allocation->base,
                         .bytes = allocation->bytes};
     if (!smp_driver_ok(imports->driver, "cuIpcOpenMemHandle",
@@ -233,6 +326,7 @@ smp_imports_open(smp_imports *imports, const smp_allocation *allocation,
         free(one);
         return 0;
     }
+    add_to_all(one);
     put_first(imports, one);
     return one->at;
 }
@@ -262,6 +356,7 @@ smp_imports_forget(smp_imports *imports)
         smp_import *one = imports->first;
 
         imports->first = one->next;
+        (void)take_from_all(one);
         free(one);
     }
 }

@@ -9,8 +9,11 @@
  *   OPEN    all of them have
  *   CLOSED  it cannot be exported, or one of them cannot open it: for good
  *
- * Reader: *imports*.  An allocation is opened once.  It stays open until its owner
- * names it as gone, or shows another one at its address; the rest is closed at the end.
+ * Reader: *imports*.  An allocation is opened once by each.  It stays open until its
+ * owner names it as gone; the rest is closed at the end.  The driver refuses an
+ * allocation while an earlier one at its owner's addresses is open anywhere in the
+ * process [UCX, pull request 2738].  So what else is open there is closed first, also
+ * by other imports: its owner has freed it, and no copy from it is under way.
  *
  * An owner names an allocation as gone that it finds freed, or that was used least
  * recently among SMP_EXPORTS.  In both cases no reader's copy from it is under way: the
@@ -23,8 +26,9 @@
  *
  * Status   Run with the tests' stand-in for the driver (tests/core/stand_in.c), not yet
  *          on a GPU.
- * Threads  one at a time.  The device's context is current, but for find() and forget()
- *          of imports.
+ * Threads  one at a time, for exports, and for the imports of one owner; imports of
+ *          others any.  The device's context is current, but for find() and forget() of
+ *          imports.
  */
 #ifndef SMP_COMM_DEVICE_ALLOCATIONS_H
 #define SMP_COMM_DEVICE_ALLOCATIONS_H
@@ -37,6 +41,9 @@
 
 /* The most of an owner's allocations known to its readers. */
 #define SMP_EXPORTS 256
+
+/* The most allocations named as gone at a time: freed ones, and one for room. */
+#define SMP_GONE 8
 
 /* An allocation, for its readers. */
 typedef struct {
@@ -59,30 +66,42 @@ typedef struct {
     const smp_driver *driver;
     int               n;
     uint64_t          time; /* uses so far */
+    uint32_t          next; /* to be looked after */
     smp_export        entries[SMP_EXPORTS];
 } smp_exports;
 
 /* The allocation with the `bytes` at `at`, until the next call; all uses of such
- * addresses end before the rest of `stream`.  *gone: an allocation's identity, to be
- * told to all readers; 0: none.  NULL with `why`: there is none for readers now. */
+ * addresses end before the rest of `stream`.  gone: identities, then 0, to be told to
+ * all readers.  NULL with `why`: there is none for readers now. */
 smp_export *smp_exports_find(smp_exports *exports, uint64_t at, size_t bytes,
-                             void *stream, uint64_t *gone, char why[SMP_DRIVER_TEXT]);
+                             void *stream, uint64_t gone[SMP_GONE],
+                             char why[SMP_DRIVER_TEXT]);
 
 /* An open allocation of another rank. */
 typedef struct smp_import smp_import;
 
-/* One owner's.  All-zero, but for the driver, are none. */
+/* One owner's.  All-zero, but for the first three, are none. */
 typedef struct {
     const smp_driver *driver;
+    void             *context;
+    uint64_t          owner; /* its smp_allocations_owner() */
     smp_import       *first; /* owned, linked; the last one used */
 } smp_imports;
+
+/* This process's number as an owner, unlike any other's; from 1. */
+uint64_t smp_allocations_owner(void);
+
+/* Closes what any imports of this process have open at these addresses of an owner, but
+ * for the allocation with this identity (0: for none): before something else there is
+ * opened.  Any thread; no context is needed. */
+void smp_imports_make_way(uint64_t owner, uint64_t identity, uint64_t base,
+                          uint64_t bytes);
 
 /* The address here of the open allocation with this identity; 0: there is none.  No
  * context is needed. */
 uint64_t smp_imports_find(smp_imports *imports, uint64_t identity);
 
-/* Opens an allocation, after closing others at its owner's addresses: its address here,
- * or 0 with `why`. */
+/* Opens an allocation, after making way: its address here, or 0 with `why`. */
 uint64_t smp_imports_open(smp_imports *imports, const smp_allocation *allocation,
                           char why[SMP_DRIVER_TEXT]);
 

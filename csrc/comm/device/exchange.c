@@ -10,6 +10,7 @@
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/lock.h"
+#include "device/streams.h"
 
 /* Halves begin, and are cut, at multiples of it. */
 #define UNIT ((size_t)64)
@@ -143,12 +144,8 @@ destroy(smp_exchange *x)
         if (x->trial.at != 0) {
             (void)driver->free(x->trial.at);
         }
-        if (x->fill != NULL) {
-            (void)driver->stream_destroy(x->fill);
-        }
-        if (x->drain != NULL) {
-            (void)driver->stream_destroy(x->drain);
-        }
+        smp_stream_destroy(driver, x->fill);
+        smp_stream_destroy(driver, x->drain);
         smp_driver_leave(x->driver);
     }
     (void)driver->context_release(x->device);
@@ -196,18 +193,6 @@ smp_exchange_retire(smp_exchange *x, smp_user *readers, int n, bool leave_it)
 
 /* ------------------------------------------------------------------------ setup */
 
-static bool
-make_stream(const smp_exchange *x, void **stream, char why[SMP_DRIVER_TEXT])
-{
-    if (!smp_driver_ok(x->driver, "cuStreamCreate",
-                       x->driver->stream_create(stream, SMP_DRIVER_STREAM_ALONE),
-                       why)) {
-        *stream = NULL;
-        return false;
-    }
-    return true;
-}
-
 /* The context is current. */
 static bool
 make_halves(smp_exchange *x, smp_exchange_card *card, char why[SMP_DRIVER_TEXT])
@@ -221,6 +206,8 @@ make_halves(smp_exchange *x, smp_exchange_card *card, char why[SMP_DRIVER_TEXT])
         return false;
     }
     card->bytes = x->half;
+    card->owner = smp_allocations_owner();
+    card->base = own->base;
     card->seed = (uint64_t)smp_clock_ns() ^ (uint64_t)x->self << 48;
     return smp_driver_ok(driver, "cuIpcGetMemHandle",
                          driver->memory_export(&card->memory, own->base), why) &&
@@ -230,7 +217,8 @@ make_halves(smp_exchange *x, smp_exchange_card *card, char why[SMP_DRIVER_TEXT])
            smp_driver_share_event(driver, &own->read[1], &card->read[1], why) &&
            smp_driver_share_event(driver, &own->ready, &card->ready, why) &&
            smp_driver_share_event(driver, &own->taken, &card->taken, why) &&
-           make_stream(x, &x->fill, why) && make_stream(x, &x->drain, why);
+           smp_stream_create(driver, x->context, &x->fill, why) &&
+           smp_stream_create(driver, x->context, &x->drain, why);
 }
 
 smp_exchange *
@@ -275,7 +263,7 @@ smp_exchange_create(int number, size_t bytes, int size, int self,
         smp_driver_leave(x->driver);
     }
     if (!made) {
-        destroy(x);
+        smp_exchange_retire(x, NULL, 0, false);
         return NULL;
     }
     return x;
@@ -308,6 +296,8 @@ open_member(smp_exchange *x, member *m, const smp_exchange_card *card,
 {
     const smp_driver *driver = x->driver;
 
+    smp_imports_make_way(card->owner, 0, card->base,
+                         smp_driver_blocks(2 * (size_t)card->bytes));
     if (!smp_driver_ok(
             driver, "cuIpcOpenMemHandle",
             driver->memory_open(&m->base, card->memory, SMP_DRIVER_OPEN_WITH_PEERS),
@@ -335,6 +325,8 @@ smp_exchange_open(smp_exchange *x, const smp_exchange_card *cards,
     for (int m = 0; m < x->size; m++) {
         x->half = cards[m].bytes < x->half ? (size_t)cards[m].bytes : x->half;
         x->members[m].seed = cards[m].seed;
+        x->imports[m].context = x->context;
+        x->imports[m].owner = cards[m].owner;
         if (m != x->self && opened) {
             opened = open_member(x, &x->members[m], &cards[m], why);
         }
@@ -364,7 +356,8 @@ smp_exchange_close(smp_exchange *x)
 {
     char why[SMP_DRIVER_TEXT];
 
-    if (!smp_exchange_rest(x) || !smp_driver_enter(x->driver, x->context, why)) {
+    if (is_child(x) || !smp_streams_rest(smp_clock_ns() + FINISH_NS) ||
+        !smp_driver_enter(x->driver, x->context, why)) {
         return false;
     }
     for (int m = 0; m < x->size; m++) {
@@ -540,7 +533,7 @@ locate(smp_exchange *x, uint64_t in, size_t bytes, smp_exchange_input *own,
     if (bytes == 0) {
         return;
     }
-    x->shown = smp_exports_find(&x->exports, in, bytes, x->drain, &own->gone, why);
+    x->shown = smp_exports_find(&x->exports, in, bytes, x->drain, own->gone, why);
     if (x->shown == NULL) {
         own->state = SMP_EXPORT_CLOSED;
         return;
@@ -602,9 +595,11 @@ smp_exchange_drop_gone(smp_exchange *x, int m, const smp_exchange_input *input)
 {
     char why[SMP_DRIVER_TEXT];
 
-    if (m != x->self && input->gone != 0 &&
+    if (m != x->self && input->gone[0] != 0 &&
         smp_driver_enter(x->driver, x->context, why)) {
-        smp_imports_drop(&x->imports[m], input->gone);
+        for (int i = 0; i < SMP_GONE && input->gone[i] != 0; i++) {
+            smp_imports_drop(&x->imports[m], input->gone[i]);
+        }
         smp_driver_leave(x->driver);
     }
 }
@@ -796,10 +791,27 @@ smp_exchange_try_fill(smp_exchange *x, int round, char why[SMP_DRIVER_TEXT])
     return done;
 }
 
+/* The others have recorded their first fills. */
+static bool
+fills_came(smp_exchange *x, char why[SMP_DRIVER_TEXT])
+{
+    bool came = smp_driver_enter(x->driver, x->context, why);
+
+    if (!came) {
+        return note(x, false);
+    }
+    for (int m = 0; m < x->size && came; m++) {
+        came = m == x->self || smp_trial_came(x->driver, x->members[m].filled[0], why);
+    }
+    smp_driver_leave(x->driver);
+    return came;
+}
+
 bool
 smp_exchange_try_drain(smp_exchange *x, int round, char why[SMP_DRIVER_TEXT])
 {
-    return smp_exchange_drain(x, &x->trial.gather, (size_t)round * x->trial.piece,
+    return (round != 0 || fills_came(x, why)) &&
+           smp_exchange_drain(x, &x->trial.gather, (size_t)round * x->trial.piece,
                               x->trial.lengths, why);
 }
 

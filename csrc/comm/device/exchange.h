@@ -79,6 +79,8 @@ typedef struct smp_exchange smp_exchange;
 typedef struct {
     uint64_t          bytes; /* of a half */
     uint64_t          seed;  /* of the member's pattern (common/pattern.h) */
+    uint64_t          owner; /* smp_allocations_owner() */
+    uint64_t          base;  /* of the halves; the owner's address */
     smp_driver_handle memory;
     smp_driver_handle filled[2];
     smp_driver_handle read[2];
@@ -89,7 +91,7 @@ typedef struct {
 /* A member's input in an operation without halves, for the others. */
 typedef struct {
     smp_export_state state;
-    uint64_t         gone; /* of its allocations, as smp_exports_find() says */
+    uint64_t         gone[SMP_GONE]; /* of its allocations: smp_exports_find() */
     uint64_t         offset;
     smp_allocation   allocation; /* identity 0: of no bytes */
 } smp_exchange_input;
@@ -180,7 +182,7 @@ bool smp_exchange_show(smp_exchange *exchange, const smp_device_gather *gather,
                        size_t bytes, smp_exchange_input *own,
                        char why[SMP_DRIVER_TEXT]);
 
-/* Closes the allocation that an input names as gone. */
+/* Closes the allocations that an input names as gone. */
 void smp_exchange_drop_gone(smp_exchange *exchange, int member,
                             const smp_exchange_input *input);
 

@@ -6,11 +6,15 @@
 #include <string.h>
 
 #include "comm/memory/device_card.h"
+#include "common/clock.h"
 #include "common/fork.h"
-#include "device/driver.h"
+#include "device/streams.h"
 
 /* The driver pins whole pages. */
 #define PAGE 4096u
+
+/* The most time of destroy's wait for the device. */
+#define FINISH_NS (1 * SMP_NS_PER_S)
 
 /* Parts of the arena, at most: for all slabs, for the first one. */
 #define ALL_SLABS 2
@@ -116,14 +120,14 @@ smp_pinned_destroy(smp_pinned *pinned)
     if (pinned == NULL) {
         return;
     }
-    entered = pinned->context != NULL &&
+    entered = pinned->context != NULL && smp_streams_rest(smp_clock_ns() + FINISH_NS) &&
               smp_driver_enter(pinned->driver, pinned->context, why);
     for (registered *next, *r = atomic_load(&pinned->first); r != NULL; r = next) {
         next = r->next;
-        if (entered) {
+        if (entered) { /* else it stays registered, and mapped */
             (void)pinned->driver->host_unregister(r->at);
+            smp_segment_unref(r->segment);
         }
-        smp_segment_unref(r->segment);
         free(r);
     }
     if (entered) {

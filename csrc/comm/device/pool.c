@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/device/allocations.h"
 #include "comm/device/retired.h"
 #include "comm/device/trial.h"
 #include "comm/memory/device_card.h"
@@ -186,6 +187,8 @@ smp_device_pool_create(const smp_driver *driver, int device, void *stream, size_
         goto err_context;
     }
     own->device->bytes = ground.bytes;
+    own->device->owner = smp_allocations_owner();
+    own->device->base = pool->base;
     atomic_store(&own->device->shown, SMP_POOL_SHOWN);
     return pool;
 

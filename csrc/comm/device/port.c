@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/device/allocations.h"
 #include "comm/device/pool.h"
 #include "comm/device/trial.h"
 #include "comm/memory/block.h"
@@ -13,6 +14,7 @@
 #include "common/clock.h"
 #include "common/fork.h"
 #include "common/log.h"
+#include "device/streams.h"
 
 /* The most time of destroy's wait for copies. */
 #define FINISH_NS (1 * SMP_NS_PER_S)
@@ -118,9 +120,7 @@ open_device(smp_device_port *port, int number)
     if (!smp_driver_enter(port->driver, port->context, why)) {
         goto err_release;
     }
-    if (!smp_driver_ok(driver, "cuStreamCreate",
-                       driver->stream_create(&port->stream, SMP_DRIVER_STREAM_ALONE),
-                       why)) {
+    if (!smp_stream_create(driver, port->context, &port->stream, why)) {
         goto err_leave;
     }
     if (!smp_driver_ok(driver, "cuEventCreate",
@@ -139,7 +139,7 @@ open_device(smp_device_port *port, int number)
 err_fence:
     (void)driver->event_destroy(port->fence);
 err_stream:
-    (void)driver->stream_destroy(port->stream);
+    smp_stream_destroy(driver, port->stream);
     port->stream = NULL;
 err_leave:
     smp_driver_leave(port->driver);
@@ -220,8 +220,8 @@ try_pool(smp_device_port *port, const reader_of *peer, void *written,
     smp_trial_result       result = SMP_TRIAL_FAILED;
     void                  *stream;
 
-    if (!smp_driver_ok(driver, "cuStreamCreate",
-                       driver->stream_create(&stream, SMP_DRIVER_STREAM_ALONE), why)) {
+    if (!smp_trial_came(driver, written, why) ||
+        !smp_stream_create(driver, port->context, &stream, why)) {
         (void)driver->event_destroy(written);
         return SMP_TRIAL_FAILED;
     }
@@ -238,7 +238,7 @@ try_pool(smp_device_port *port, const reader_of *peer, void *written,
         port->trial = stream;
         port->written = written;
     } else {
-        (void)driver->stream_destroy(stream);
+        smp_stream_destroy(driver, stream);
         (void)driver->event_destroy(written);
     }
     return result;
@@ -270,6 +270,8 @@ open_and_try(smp_device_port *port, int rank, reader_of *peer)
     smp_trial_result  result;
     char              why[SMP_DRIVER_TEXT];
 
+    smp_imports_make_way(its->owner, 0, its->base,
+                         smp_driver_blocks(its->bytes + SMP_TRIAL_BYTES));
     /* No way between the two devices or processes: not a failure. */
     if (!smp_driver_ok(
             driver, "cuIpcOpenMemHandle",
@@ -469,19 +471,19 @@ all_refuse(smp_device_port *port)
     return true;
 }
 
+/* Whether a CUDA graph captures the stream; *known: the driver has said so. */
 static bool
-is_captured(const smp_device_port *port, void *stream)
+is_captured(const smp_device_port *port, void *stream, bool *known)
 {
     char why[SMP_DRIVER_TEXT];
     int  status = 0;
-    bool known;
 
-    if (!smp_driver_enter(port->driver, port->context, why)) {
-        return true;
+    *known = smp_driver_enter(port->driver, port->context, why);
+    if (*known) {
+        *known = port->driver->stream_capturing(stream, &status) == SMP_DRIVER_OK;
+        smp_driver_leave(port->driver);
     }
-    known = port->driver->stream_capturing(stream, &status) == SMP_DRIVER_OK;
-    smp_driver_leave(port->driver);
-    return !known || status != 0;
+    return status != 0;
 }
 
 smp_block *
@@ -490,6 +492,7 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
 {
     smp_block *block = NULL;
     reader_of *peer;
+    bool       known;
 
     if (port->bytes == 0 || port->generation != smp_fork_generation()) {
         return NULL;
@@ -500,7 +503,7 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
     }
     smp_device_meet(port, dest, device);
     smp_device_sweep(port);
-    if (is_open(port, device) && !is_captured(port, stream)) {
+    if (is_open(port, device) && !is_captured(port, stream, &known) && known) {
         switch (atomic_load(&peer->segment->device->pools[port->rank])) {
         case SMP_READER_OPEN:
             block = copy_out(port, dest, data, bytes, stream);
@@ -599,9 +602,15 @@ smp_device_get(smp_device_port *port, int source, smp_block *block, uint64_t to,
     reader_of *peer = port->peers[source];
     bool       running = false;
     bool       done = false;
+    bool       captured;
+    bool       known;
 
-    if (peer == NULL || peer->base == 0 || block->data != NULL ||
-        block->segment != peer->segment) {
+    captured = peer != NULL && peer->base != 0 && is_captured(port, stream, &known);
+    if (captured) {
+        memcpy(why, "a CUDA graph is being captured",
+               sizeof("a CUDA graph is being captured"));
+    } else if (peer == NULL || peer->base == 0 || block->data != NULL ||
+               block->segment != peer->segment) {
         memcpy(why, "its pool is not open here", sizeof("its pool is not open here"));
     } else if (smp_driver_enter(port->driver, port->context, why)) {
         done = copy_in(port, peer, block, to, stream, &running, why);
@@ -612,7 +621,7 @@ smp_device_get(smp_device_port *port, int source, smp_block *block, uint64_t to,
     } else if (!done) {
         smp_block_forget(block); /* the device may still read it */
     }
-    if (!done && state_of(port) == PORT_OPEN) {
+    if (!done && !captured && state_of(port) == PORT_OPEN) {
         memcpy(port->why, why, SMP_DRIVER_TEXT);
         shut(port);
     }
@@ -738,18 +747,17 @@ smp_device_port_destroy(smp_device_port *port)
     }
     entered =
         port->stream != NULL && smp_driver_enter(port->driver, port->context, why);
-    quiet = entered && comes_to_rest(port, port->stream) &&
-            (port->trial == NULL || comes_to_rest(port, port->trial));
+    quiet = entered && smp_streams_rest(smp_clock_ns() + FINISH_NS);
     free_readings(port, port->first, quiet);
     free_readings(port, port->spare, quiet);
     if (quiet) {
         close_pools(port);
         (void)port->driver->event_destroy(port->fence);
-        (void)port->driver->stream_destroy(port->stream);
+        smp_stream_destroy(port->driver, port->stream);
         (void)port->driver->free(port->arrived);
         if (port->trial != NULL) {
             (void)port->driver->event_destroy(port->written);
-            (void)port->driver->stream_destroy(port->trial);
+            smp_stream_destroy(port->driver, port->trial);
         }
     }
     if (entered) {

@@ -3,6 +3,8 @@
 
 #include <stddef.h>
 
+#include "device/streams.h"
+
 void
 smp_retired_add(smp_retired_list *list, smp_retired *one)
 {
@@ -18,6 +20,9 @@ smp_retired_sweep(smp_retired_list *list)
     smp_retired  *done = NULL;
     smp_retired **at = &list->first;
 
+    if (!smp_streams_rest(0)) {
+        return;
+    }
     smp_lock_acquire(&list->lock);
     while (*at != NULL) {
         smp_retired *one = *at;

@@ -26,7 +26,7 @@ typedef struct {
 /* Puts one on the list. */
 void smp_retired_add(smp_retired_list *list, smp_retired *one);
 
-/* Destroys those without a reader. */
+/* Destroys those without a reader, while no stream of the core has work: else later. */
 void smp_retired_sweep(smp_retired_list *list);
 
 #endif

@@ -1,6 +1,7 @@
 /* The pattern between host and device, and the wait. */
 #include "comm/device/trial.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -9,26 +10,6 @@
 
 /* The most time of a device: its other work comes first, perhaps. */
 #define PATIENCE_NS (10 * SMP_NS_PER_S)
-
-bool
-smp_trial_write(const smp_driver *driver, uint64_t to, size_t bytes, uint64_t seed,
-                void *stream, char why[SMP_DRIVER_TEXT])
-{
-    void *pattern = malloc(bytes);
-    bool  done;
-
-    if (pattern == NULL) {
-        snprintf(why, SMP_DRIVER_TEXT, "out of memory");
-        return false;
-    }
-    smp_pattern_write(pattern, bytes, seed);
-    /* The driver is done with pageable memory when it returns.  [CUDA Driver API,
-     * "API synchronization behavior"] */
-    done = smp_driver_ok(driver, "cuMemcpyHtoDAsync",
-                         driver->copy_from_host(to, pattern, bytes, stream), why);
-    free(pattern);
-    return done;
-}
 
 static bool
 comes_to_rest(const smp_driver *driver, void *stream, char why[SMP_DRIVER_TEXT])
@@ -42,6 +23,48 @@ comes_to_rest(const smp_driver *driver, void *stream, char why[SMP_DRIVER_TEXT])
     return smp_driver_ok(driver, "cuStreamQuery", result, why);
 }
 
+bool
+smp_trial_write(const smp_driver *driver, uint64_t to, size_t bytes, uint64_t seed,
+                void *stream, char why[SMP_DRIVER_TEXT])
+{
+    void *pattern = malloc(bytes);
+
+    if (pattern == NULL) {
+        snprintf(why, SMP_DRIVER_TEXT, "out of memory");
+        return false;
+    }
+    smp_pattern_write(pattern, bytes, seed);
+    if (!smp_driver_ok(driver, "cuMemcpyHtoDAsync",
+                       driver->copy_from_host(to, pattern, bytes, stream), why)) {
+        free(pattern);
+        return false;
+    }
+    /* The device may read it until then.  [CUDA Driver API, "API synchronization
+     * behavior": such copies "might be synchronous"] */
+    if (!comes_to_rest(driver, stream, why)) {
+        return false;
+    }
+    free(pattern);
+    return true;
+}
+
+bool
+smp_trial_came(const smp_driver *driver, void *event, char why[SMP_DRIVER_TEXT])
+{
+    int64_t until = smp_clock_ns() + PATIENCE_NS;
+    int     result;
+
+    while ((result = driver->event_query(event)) == SMP_DRIVER_NOT_READY &&
+           smp_clock_ns() < until) {
+        sched_yield();
+    }
+    if (result == SMP_DRIVER_NOT_READY) {
+        snprintf(why, SMP_DRIVER_TEXT, "the event behind a pattern did not come");
+        return false;
+    }
+    return smp_driver_ok(driver, "cuEventQuery", result, why);
+}
+
 smp_trial_result
 smp_trial_read(const smp_driver *driver, uint64_t at, size_t bytes, uint64_t seed,
                void *stream, char why[SMP_DRIVER_TEXT])
@@ -53,11 +76,14 @@ smp_trial_read(const smp_driver *driver, uint64_t at, size_t bytes, uint64_t see
         snprintf(why, SMP_DRIVER_TEXT, "out of memory");
         return SMP_TRIAL_FAILED;
     }
-    /* A copy to pageable memory waits for the stream, without an end: so at its rest.
-     */
+    /* A copy to pageable memory may wait for the stream, without an end: so at its
+     * rest. It may also return too early. */
     if (comes_to_rest(driver, stream, why) &&
         smp_driver_ok(driver, "cuMemcpyDtoHAsync",
                       driver->copy_to_host(found, at, bytes, stream), why)) {
+        if (!comes_to_rest(driver, stream, why)) {
+            return SMP_TRIAL_FAILED; /* the device may write to it */
+        }
         result = smp_pattern_is(found, bytes, seed) ? SMP_TRIAL_RIGHT : SMP_TRIAL_WRONG;
         if (result == SMP_TRIAL_WRONG) {
             snprintf(why, SMP_DRIVER_TEXT,

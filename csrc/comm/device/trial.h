@@ -28,6 +28,11 @@ typedef enum {
 bool smp_trial_write(const smp_driver *driver, uint64_t to, size_t bytes, uint64_t seed,
                      void *stream, char why[SMP_DRIVER_TEXT]);
 
+/* Whether an event of another process has come; waits for it, 10 s at most.  A stream
+ * that waits for one that never comes is the device's for good: so the host asks first.
+ */
+bool smp_trial_came(const smp_driver *driver, void *event, char why[SMP_DRIVER_TEXT]);
+
 /* Waits for the work of `stream`; then whether the pattern lies at `at`.  `why`: the
  * failure. */
 smp_trial_result smp_trial_read(const smp_driver *driver, uint64_t at, size_t bytes,

@@ -54,11 +54,13 @@ typedef struct {
 } smp_pinned_slab;
 
 typedef struct {
-    _Atomic uint32_t shown;     /* SMP_POOL_*; the five below are written before it */
+    _Atomic uint32_t shown;     /* SMP_POOL_*; the seven below are written before it */
     _Atomic uint32_t distrusts; /* 1 + the rank whose trial failed, as messages
                                 name it; 0: none */
     uint64_t          bytes;    /* of the pool; SMP_TRIAL_BYTES of a pattern follow */
     uint64_t          seed;     /* of the pattern (common/pattern.h) */
+    uint64_t          owner;    /* smp_allocations_owner() */
+    uint64_t          base;     /* the owner's address */
     smp_driver_handle memory;
     smp_driver_handle tried; /* an event: the pattern is there */
     smp_driver_handle
