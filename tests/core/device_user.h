@@ -76,6 +76,9 @@ __wrap_smp_trial_came(const smp_driver *driver, void *event, char why[SMP_DRIVER
     return came;
 }
 
+/* Of sanitizers: what this thread allocates from now on may be left behind. */
+extern void __lsan_disable(void) __attribute__((weak));
+
 /* A stream of the core's with work that does not end, as behind a dead rank's event:
  * nothing of this process's devices does, until end_stuck(). */
 static void *

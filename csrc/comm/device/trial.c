@@ -11,16 +11,18 @@
 /* The most time of a device: its other work comes first, perhaps. */
 #define PATIENCE_NS (10 * SMP_NS_PER_S)
 
-static bool
-comes_to_rest(const smp_driver *driver, void *stream, char why[SMP_DRIVER_TEXT])
+/* SMP_DRIVER_OK, or the stream's error, or SMP_DRIVER_NOT_READY: it still has work. */
+static int
+rests(const smp_driver *driver, void *stream, char why[SMP_DRIVER_TEXT])
 {
     int result = smp_driver_rest(driver, stream, smp_clock_ns() + PATIENCE_NS);
 
     if (result == SMP_DRIVER_NOT_READY) {
         snprintf(why, SMP_DRIVER_TEXT, "the copy of a pattern did not end");
-        return false;
+    } else {
+        (void)smp_driver_ok(driver, "cuStreamQuery", result, why);
     }
-    return smp_driver_ok(driver, "cuStreamQuery", result, why);
+    return result;
 }
 
 bool
@@ -28,6 +30,7 @@ smp_trial_write(const smp_driver *driver, uint64_t to, size_t bytes, uint64_t se
                 void *stream, char why[SMP_DRIVER_TEXT])
 {
     void *pattern = malloc(bytes);
+    int   rest;
 
     if (pattern == NULL) {
         snprintf(why, SMP_DRIVER_TEXT, "out of memory");
@@ -41,11 +44,11 @@ smp_trial_write(const smp_driver *driver, uint64_t to, size_t bytes, uint64_t se
     }
     /* The device may read it until then.  [CUDA Driver API, "API synchronization
      * behavior": such copies "might be synchronous"] */
-    if (!comes_to_rest(driver, stream, why)) {
-        return false;
+    rest = rests(driver, stream, why);
+    if (rest != SMP_DRIVER_NOT_READY) {
+        free(pattern);
     }
-    free(pattern);
-    return true;
+    return rest == SMP_DRIVER_OK;
 }
 
 bool
@@ -78,11 +81,17 @@ smp_trial_read(const smp_driver *driver, uint64_t at, size_t bytes, uint64_t see
     }
     /* A copy to pageable memory may wait for the stream, without an end: so at its
      * rest. It may also return too early. */
-    if (comes_to_rest(driver, stream, why) &&
+    if (rests(driver, stream, why) == SMP_DRIVER_OK &&
         smp_driver_ok(driver, "cuMemcpyDtoHAsync",
                       driver->copy_to_host(found, at, bytes, stream), why)) {
-        if (!comes_to_rest(driver, stream, why)) {
+        int rest = rests(driver, stream, why);
+
+        if (rest == SMP_DRIVER_NOT_READY) {
             return SMP_TRIAL_FAILED; /* the device may write to it */
+        }
+        if (rest != SMP_DRIVER_OK) {
+            free(found);
+            return SMP_TRIAL_FAILED;
         }
         result = smp_pattern_is(found, bytes, seed) ? SMP_TRIAL_RIGHT : SMP_TRIAL_WRONG;
         if (result == SMP_TRIAL_WRONG) {
