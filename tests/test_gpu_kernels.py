@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from smp import _core
 from smp.tensor_parallel.rows import gpu_kernels, kernels
@@ -148,6 +149,24 @@ def test_one_that_computes_something_else_is_not_trusted(device, name, dtype, mo
         patch.setattr(_core, name, wrong)
         with pytest.warns(UserWarning, match=r"differs by 0\.\d"):
             assert not gpu_kernels.usable(on, dtype, kernels._trials)
+
+
+def no_hooks() -> saved_tensors_hooks:
+    def refuse(tensor):
+        raise AssertionError("the trial's tensors are not the caller's")
+
+    return saved_tensors_hooks(refuse, refuse)
+
+
+@alone
+@on_pretended
+@pytest.mark.parametrize("where", [torch.inference_mode, no_hooks])
+def test_the_first_use_may_be_anywhere(device, where, monkeypatch):
+    on = begin()
+    with where():
+        assert gpu_kernels.usable(on, torch.float32, kernels._trials)
+        monkeypatch.setenv(gpu_kernels.SWITCH, "0")
+        assert not gpu_kernels.usable(on, torch.float32, kernels._trials)
 
 
 @alone

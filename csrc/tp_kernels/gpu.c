@@ -26,9 +26,10 @@ extern const unsigned char smp_tp_gpu_image[]
 /* Blocks of a kernel of rows: many, so that the last ones are few. */
 #define MOST_BLOCKS 4096
 
-/* Blocks of a kernel of columns: two for each of an H100's 132 processors, and the same
- * on every GPU, so that sums have one order. */
-#define BLOCKS_OF_COLUMNS 264
+/* Blocks of a kernel of columns with sums: two for each of an H100's 132 processors,
+ * and the same on every GPU, so that sums have one order; and without. */
+#define BLOCKS_OF_SUMS 264
+#define BLOCKS_OF_COLUMNS 16384
 
 /* A row has fewer: the kernels count its columns in 32 bits. */
 #define MOST_COLUMNS ((size_t)1 << 31)
@@ -196,7 +197,7 @@ divided(size_t a, size_t b)
 /* The plan of a kernel of columns, but for the dropout.  One group at least leaves sums
  * of 0 without rows. */
 static smp_tp_gpu_plan
-parts_of(size_t rows, size_t columns)
+parts_of(size_t rows, size_t columns, bool sums)
 {
     const size_t eights = columns == 0 ? 1 : divided(columns, 8);
     const size_t slabs = divided(eights, SMP_TP_GPU_BLOCK);
@@ -204,7 +205,7 @@ parts_of(size_t rows, size_t columns)
     const size_t at_once = SMP_TP_GPU_BLOCK / across;
     const size_t most = divided(rows, at_once * LEAST_ROWS);
     const size_t least = divided(rows, at_once * MOST_ROWS);
-    size_t       groups = divided(BLOCKS_OF_COLUMNS, slabs);
+    size_t       groups = (sums ? BLOCKS_OF_SUMS : BLOCKS_OF_COLUMNS) / slabs;
 
     groups = groups > most ? most : groups;
     groups = groups < least ? least : groups;
@@ -218,7 +219,8 @@ parts_of(size_t rows, size_t columns)
 size_t
 smp_tp_gpu_scratch(smp_tp_gpu_kernel kernel, size_t rows, size_t columns)
 {
-    const size_t sums = parts_of(rows, columns).groups * SMP_TP_SCRATCH_ROW(columns);
+    const size_t sums =
+        parts_of(rows, columns, true).groups * SMP_TP_SCRATCH_ROW(columns);
 
     switch (kernel) {
     case SMP_TP_GPU_RESIDUAL_BACKWARD:
@@ -268,7 +270,7 @@ matrix_of_softmax(const smp_tp_softmax *call)
                         call->probabilities, call->out);
 
     for (int d = 0; d < call->mask.dims; d++) {
-        out.whole &= call->mask.strides[d] % 8 == 0;
+        out.whole &= call->mask.shape[d] == 1 || call->mask.strides[d] % 8 == 0;
     }
     return out;
 }
@@ -388,9 +390,10 @@ launch_rows(const place *on, int kernel, const void *call, const matrix *m)
 }
 
 static bool
-launch_columns(const place *on, int kernel, const void *call, const matrix *m)
+launch_columns(const place *on, int kernel, const void *call, const matrix *m,
+               bool sums)
 {
-    smp_tp_gpu_plan plan = parts_of(m->rows, m->columns);
+    smp_tp_gpu_plan plan = parts_of(m->rows, m->columns, sums);
 
     plan.keep = m->keep;
     return launch(on, on->device->functions[kernel][m->dtype][m->whole ? WHOLE : ODD],
@@ -402,7 +405,7 @@ static bool
 add_up(const place *on, const matrix *m, const float *first, size_t kinds,
        void *const *out)
 {
-    const smp_tp_gpu_plan plan = parts_of(m->rows, m->columns);
+    const smp_tp_gpu_plan plan = parts_of(m->rows, m->columns, true);
     smp_tp_gpu_sums       sums = {.dtype = m->dtype,
                                   .columns = m->columns,
                                   .parts = plan.groups,
@@ -420,9 +423,9 @@ launch_residual_backward(const place *on, const smp_tp_residual_backward *call,
 {
     if (call->grad_bias == NULL) {
         return m->rows == 0 ||
-               launch_columns(on, SMP_TP_GPU_RESIDUAL_BACKWARD, call, m);
+               launch_columns(on, SMP_TP_GPU_RESIDUAL_BACKWARD, call, m, false);
     }
-    return launch_columns(on, SMP_TP_GPU_RESIDUAL_BACKWARD, call, m) &&
+    return launch_columns(on, SMP_TP_GPU_RESIDUAL_BACKWARD, call, m, true) &&
            add_up(on, m, call->scratch, 1, &call->grad_bias);
 }
 
@@ -432,7 +435,7 @@ launch_norm_backward(const place *on, const smp_tp_norm_backward *call, const ma
     void *const outs[] = {call->grad_bias, call->grad_weight, call->grad_shift};
 
     return launch_rows(on, NORM_MEANS, call, m) &&
-           launch_columns(on, SMP_TP_GPU_NORM_BACKWARD, call, m) &&
+           launch_columns(on, SMP_TP_GPU_NORM_BACKWARD, call, m, true) &&
            add_up(on, m, call->scratch + SMP_TP_SCRATCH_ROW(2 * m->rows), 3, outs);
 }
 
@@ -453,7 +456,7 @@ launch_all(const place *on, smp_tp_gpu_kernel kernel, const void *call)
         return launch_norm_backward(on, call, &m);
     default:
         return m.rows == 0 || (kernels[kernel].family == OF_COLUMNS
-                                   ? launch_columns(on, kernel, call, &m)
+                                   ? launch_columns(on, kernel, call, &m, false)
                                    : launch_rows(on, kernel, call, &m));
     }
 }

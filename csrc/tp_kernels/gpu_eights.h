@@ -113,11 +113,12 @@ INLINE eight<DTYPE>
             out.words[4 * v + 3] = vector.w;
         }
     } else {
-        for (size_t j = 0; j < 8 && i + j < n; j++) {
-            if (DTYPE == SMP_TP_F32) {
+#pragma unroll /* or the words are in memory, for their index */
+        for (size_t j = 0; j < 8; j++) {
+            if (i + j < n && DTYPE == SMP_TP_F32) {
                 out.words[j % (4 * eight<DTYPE>::VECTORS)] =
                     ((const uint32_t *)row)[i + j];
-            } else {
+            } else if (i + j < n) {
                 out.words[j / 2] |= (uint32_t)((const uint16_t *)row)[i + j]
                                     << j % 2 * 16;
             }
@@ -140,8 +141,11 @@ store_eight(void *row, size_t i, size_t n, const float x[8])
                                from.words[4 * v + 2], from.words[4 * v + 3]);
         }
     } else {
-        for (size_t j = 0; j < 8 && i + j < n; j++) {
-            store_one<DTYPE>(row, i + j, x[j]);
+#pragma unroll
+        for (size_t j = 0; j < 8; j++) {
+            if (i + j < n) {
+                store_one<DTYPE>(row, i + j, x[j]);
+            }
         }
     }
 }

@@ -7,18 +7,26 @@ the driver refuses, a warning is given.  Torch's operators then serve tensors of
 there.
 """
 
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from smp import _core
 
+# 0: torch's operators serve on GPUs.
+SWITCH = "SMP_TP_GPU_KERNELS"
+
 # Absolute for values around 1, relative beyond; for halves, a few roundings.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 2**-7, torch.bfloat16: 2**-4}
+
+# Answers of the core that nobody need be warned of.
+_NOT_THERE = ("smp was built without nvcc", "it is no CUDA device")
 
 Trials = Callable[
     [torch.device, torch.dtype], list[tuple[str, Callable[[torch.dtype], list[Tensor]]]]
@@ -48,7 +56,7 @@ def usable(
     """
     if _forced.to is not None:
         return _forced.to
-    if not ahead:
+    if not ahead or os.environ.get(SWITCH) == "0":
         return False
     known = _known.get((device, dtype))
     if known is not None:
@@ -57,7 +65,11 @@ def usable(
         return False  # nothing can be compared now: later
     with _lock:
         if (device, dtype) not in _known:
-            _known[device, dtype] = _can_be_trusted(device, dtype, trials)
+            with ThreadPoolExecutor(1) as clean:  # of the caller's modes, hooks and autocast
+                tried = clean.submit(_can_be_trusted, device, dtype, trials).result()
+            if tried is None:
+                return False
+            _known[device, dtype] = tried
         return _known[device, dtype]
 
 
@@ -70,19 +82,29 @@ def _force(to: bool) -> Iterator[None]:
         _forced.to = None
 
 
-def _can_be_trusted(device: torch.device, dtype: torch.dtype, trials: Trials) -> bool:
+def _can_be_trusted(device: torch.device, dtype: torch.dtype, trials: Trials) -> bool | None:
+    """None: there was no memory for a trial.
+
+    Raises:
+        RuntimeError: the GPU has failed, and computes nothing more for this process.
+    """
     if device.type == "meta":
         return False
+    on = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     try:
-        refused = _core.tp_gpu_open(torch.zeros(1, device=device))
-    except (BufferError, RuntimeError) as error:  # its tensors cannot be lent
-        refused = str(error)
-    if refused is not None:
-        return False  # built without them, or no CUDA device: nothing to warn of
-    try:
-        wrong = _first_difference(device, dtype, trials)
+        with on:
+            wrong = _core.tp_gpu_open(torch.zeros(1, device=device))
+            if wrong in _NOT_THERE:
+                return False
+            wrong = wrong or _first_difference(device, dtype, trials)
+    except torch.OutOfMemoryError:
+        return None
+    except BufferError:  # its tensors cannot be lent
+        return False
     except RuntimeError as error:
         wrong = str(error)
+        if device.type == "cuda":
+            _check_that_it_goes_on(device, error)
     if wrong is not None:
         warnings.warn(
             f"smp: the kernels of tensor parallelism do not serve {dtype} on {device}, torch's "
@@ -90,6 +112,16 @@ def _can_be_trusted(device: torch.device, dtype: torch.dtype, trials: Trials) ->
             stacklevel=2,
         )
     return wrong is None
+
+
+def _check_that_it_goes_on(device: torch.device, error: RuntimeError) -> None:
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        raise RuntimeError(
+            f"smp: {device} has failed while the kernels of tensor parallelism were tried, or "
+            f"before: {error}.  {SWITCH}=0 leaves out these kernels"
+        ) from error
 
 
 def _first_difference(device: torch.device, dtype: torch.dtype, trials: Trials) -> str | None:

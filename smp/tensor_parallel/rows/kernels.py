@@ -649,6 +649,8 @@ def split_embedding(
 # Rows and columns of trials: each form of a kernel on a GPU (csrc/tp_kernels/gpu_entries.h) has
 # one, by the alignment and the length of rows.
 _TRIED = ((37, 130), (9, 136), (2, 2048), (2, 2050), (2, 8200))
+# ... and on a GPU one with more rows than there are blocks.
+_TRIED_ON_GPUS = ((4100, 1032),)
 
 
 def _trials(
@@ -659,10 +661,10 @@ def _trials(
     Args:
         dtype: that of the kernel; its inputs have the same values in the other.
     """
-    source = torch.Generator().manual_seed(1)
+    source = torch.Generator(device="cpu").manual_seed(1)
     return [
         trial
-        for rows, columns in _TRIED
+        for rows, columns in _TRIED + (_TRIED_ON_GPUS if device.type == "cuda" else ())
         for trial in _trials_of(rows, columns, device, dtype, source)
     ]
 
@@ -673,13 +675,13 @@ def _trials_of(
     drop = Dropout(0.25, 0x5EED << 40 | 7, first=13)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=source).to(dtype).to(device)
+        return torch.randn(shape, generator=source, device="cpu").to(dtype).to(device)
 
     x, residual, grad = (drawn(rows, columns) for _ in range(3))
     bias, weight, shift = (drawn(columns) for _ in range(3))
     scores, mask = drawn(1, rows, columns), drawn(1, 1, columns)
     vocabulary = columns + 20
-    targets = torch.randint(-20, vocabulary, (rows,), generator=source)
+    targets = torch.randint(-20, vocabulary, (rows,), generator=source, device="cpu")
     targets = targets.clamp(min=0).to(device)
 
     def with_gradients(
