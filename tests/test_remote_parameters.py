@@ -79,7 +79,8 @@ def test_what_needs_the_data_is_an_error_that_names_the_owner(name):
     _, parameter = partitioned()
     path, owner = f"{1 - smp.pp_rank()}.weight", 1 - smp.pp_rank()
 
-    told = rf"needs the data of parameter '{path}' .* lives on pp_rank {owner}"
+    told = rf"needs the data of parameter '{path}' .* lives on pp_rank {owner}; outside "
+    told += r"of steps .* loop over model\.local_named_parameters\(\)"
     with pytest.raises(RuntimeError, match=told):
         NEEDS_DATA[name](parameter)
 

@@ -90,8 +90,8 @@ class ModuleTrace:
         grows: a value changed in place in an attribute that was not set before.
         outside_reads: names of buffers, of carried attributes and of growing ones, read or set
             while it did not run.
-        swapping: paths of modules called by it with other tensors in the places of parameters or
-            buffers, as ``torch.func.functional_call`` puts them there; and of those between.
+        swapping: paths of modules called by it with other tensors in the places of parameters
+            or buffers, as ``torch.func.functional_call`` puts them there; and of those between.
         hooks_keep: hooks of its forward put tensors into a container of the script.
         changed_parameters: names of parameters, of any module, changed by the run and used by
             operators as for ``parameters``.
