@@ -159,7 +159,7 @@ def of_torch() -> dict[str, Any]:
         ),
         torch.amp.GradScaler: ("_check_scale_growth_tracker", "_unscale_grads_"),
         torch.autograd.Function: ("apply",),
-        Tensor: ("register_hook", "requires_grad", "requires_grad_"),
+        Tensor: ("data", "register_hook", "requires_grad", "requires_grad_"),
     }  # fmt: skip
     now = {f"{o.__name__}.{n}": getattr_static(o, n) for o in names for n in names[o]}
     for function in (nn.utils.clip_grad_norm_, nn.utils.get_total_norm):

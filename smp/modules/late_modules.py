@@ -7,7 +7,7 @@ harmless: both are let through.
 """
 
 from collections.abc import Iterator
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from smp.pytorch import patches
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _paths: dict[int, str] = {}  # of these
 _since: dict[int, str] = {}  # when they are not to change any more
+_held: dict[int, dict[str, nn.Parameter | None]] = {}  # their parameters then, by name
 
 _PARTITION = (
     "the partition, which decided about the modules that the model had: change it before its "
@@ -40,6 +41,9 @@ def refuse_from_now(root: nn.Module, is_split: bool = False) -> None:
     for path, module in root.named_modules():
         _modules[id(module)], _paths[id(module)] = module, path
         _since[id(module)] = _SPLIT if is_split else _PARTITION
+        if id(module) not in _held:
+            finalize(module, _held.pop, id(module), None).atexit = False
+        _held[id(module)] = dict(module._parameters)
     live_models.change_while_any_lives(patches.late_modules, _check, _check_parameter)
 
 
@@ -48,6 +52,7 @@ def forget() -> None:
     _modules.clear()
     _paths.clear()
     _since.clear()
+    _held.clear()
     patches.late_modules.end()
 
 
@@ -102,12 +107,18 @@ def _check_parameter(parent: nn.Module, name: str, parameter: nn.Parameter | Non
     """Called by torch before ``parent`` gets the parameter by that name.
 
     Raises:
-        RuntimeError: in a step, for a name without a parameter before.
+        RuntimeError: in a step, for a name without a parameter before.  One taken out may be
+            put back.
     """
-    if parameter is None or _core.current() is None or parent._parameters.get(name) is not None:
-        return
     above = _path(wrapped_of(parent))
-    if above is not None and _since[id(wrapped_of(parent))] == _PARTITION:
+    if parameter is None or above is None:
+        return
+    held = _held[id(wrapped_of(parent))]
+    if _core.current() is None:
+        held[name] = parameter
+    elif parent._parameters.get(name) is not None or held.get(name) is parameter:
+        return
+    elif _since[id(wrapped_of(parent))] == _PARTITION:
         path = f"{above}.{name}".lstrip(".")
         raise RuntimeError(
             f"smp: parameter '{path}' {list(parameter.shape)} cannot be added after the "

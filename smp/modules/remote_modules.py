@@ -264,6 +264,10 @@ def swap_classes(
         if rank_of[path] != rank:
             if not is_remote(module):
                 marks.set_class(module, stand_ins.stand_in(cls, remote))
+                for kind, name in (("parameter", "_parameters"), ("buffer", "_buffers")):
+                    module.__dict__[name] = travelling_changes.TensorsElsewhere(
+                        kind, path, rank_of[path], module.__dict__[name]
+                    )
             continue
         if path in runs and marks.RUNS not in module.__dict__:
             module.__dict__[marks.RUNS] = []

@@ -83,7 +83,9 @@ class RemoteTensor(Tensor):
         if name in ("__get__", "__set__"):
             attribute = getattr(func.__self__, "__name__", name)
             if name == "__set__" and attribute == "data":
-                return None
+                if _core.current() is not None:
+                    args[0]._smp_refuse("a set of data", written=True)
+                return None  # every rank runs the script, and so does its owner's
             if attribute == "data":
                 return _data_of(args[0])
             if attribute in _VIEWS:
@@ -124,10 +126,16 @@ class RemoteTensor(Tensor):
             RuntimeError: this rank does not have the data.
         """
         path, owner = _home_of(self)
+        instead = "use it inside its module, or place both together with smp.set_partition"
+        if _core.current() is None:
+            instead = (
+                "outside of steps a rank reads and changes its own: loop over "
+                "model.local_named_parameters() or model.local_parameters() on every rank, or "
+                "read model.state_dict()"
+            )
         raise RuntimeError(
             f"smp: {name} needs the data of {self._smp_kind} '{path}' "
-            f"(shape {tuple(self.shape)}), which lives on pp_rank {owner}; use "
-            "it inside its module, or place both together with smp.set_partition"
+            f"(shape {tuple(self.shape)}), which lives on pp_rank {owner}; {instead}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -215,6 +215,50 @@ def watched(cls: type[nn.Module]) -> dict[str, Any]:
     return {"__setattr__": __setattr__, "__delattr__": __delattr__}
 
 
+class TensorsElsewhere(dict[str, Tensor | None]):
+    """The parameters, or the buffers, of a module of another rank.
+
+    ``torch.func.functional_call`` puts others there past ``__setattr__``, and its owner's rank
+    would compute with its own.
+    """
+
+    def __init__(self, kind: str, path: str, owner: int, tensors: dict) -> None:
+        super().__init__(tensors)
+        self._described = kind, path, owner
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (), None, None, iter(self.items())
+
+    def __setitem__(self, name: str, value: Tensor | None) -> None:
+        if value is not self.get(name):
+            self._check(name, "replaced")
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._check(name, "taken out")
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self._check(name, "taken out")
+        return super().pop(name, *default)
+
+    def _check(self, name: str, how: str) -> None:
+        """
+        Raises:
+            RuntimeError: in a step.
+        """
+        if _core.current() is None:
+            return
+        kind, path, owner = self._described
+        raise RuntimeError(
+            f"smp: {kind} '{f'{path}.{name}'.lstrip('.')}' is {how} in a step (as "
+            "torch.func.functional_call does) by code on another rank than its module, which "
+            f"is on pp_rank {owner} and would use its own; do it in the first step, too, whose "
+            "trace then places the module and its caller together, or do so with "
+            "smp.set_partition"
+        )
+
+
 def _described(module: nn.Module, name: str, kind: str) -> str:
     """A part of another rank's module, and that rank."""
     path, owner = live_models.home_of(module) or (type(module).__name__, "another one")

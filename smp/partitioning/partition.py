@@ -324,8 +324,9 @@ class _FlatModel:
 
         So do a module and the modules called again by its autograd function in the backward:
         these read attributes set by their forwards.  So do a module and the modules called by
-        it with hooks on a tensor of both.
+        it with hooks on a tensor of both, or with other tensors in their parameters' places.
         """
+        self.swaps: dict[int, str] = {}  # by number among the parameters: in words
         together = [
             [self.number_of[id(inside)] for inside in module.modules()]
             for module in self.modules
@@ -336,6 +337,12 @@ class _FlatModel:
             for others in (seen.reruns, seen.hooking):
                 if others:
                     together.append([number, *map(self.paths.index, others)])
+            if seen.swapping:
+                self.swaps[len(self.parameter_bytes) + len(together)] = (
+                    f"the tensors of {seen.swapping[-1]!r}, replaced by {path!r} for a call "
+                    "(as torch.func.functional_call does),"
+                )
+                together.append([number, *map(self.paths.index, seen.swapping)])
         for numbers in together:
             self.use_module.extend(numbers)
             self.use_parameter.extend([len(self.parameter_bytes)] * len(numbers))
@@ -368,7 +375,7 @@ class _FlatModel:
         kept = [
             (module, parameter)
             for module, parameter in zip(self.use_module, self.use_parameter, strict=True)
-            if module not in (a, b) or self._owns(module, parameter)
+            if module not in (a, b) or parameter in self.swaps or self._owns(module, parameter)
         ]
         if len(kept) == len(self.use_module):
             return False
@@ -466,6 +473,7 @@ class _FlatModel:
             f"the buffer {self.buffer_names[number]!r}"
             for number in uses[a] & uses[b] & self.buffer_names.keys()
         ]
+        shared += [self.swaps[number] for number in uses[a] & uses[b] & self.swaps.keys()]
         shared += [
             f"the parameter {f'{path}.{name}'.lstrip('.')!r}"
             for path, module in zip(self.paths, self.modules, strict=True)

@@ -37,6 +37,7 @@ _PATIENCE_S = 2.0  # a longer run shows its progress
 _NOTE_EVERY_S = 0.5
 # By name: the value of an attribute, and its content for comparison.
 _Attributes = dict[str, tuple[Any, Any]]
+_Held = dict[str, Tensor | None]  # a module's parameters and buffers
 # Hears the caller of a collective ("module 'a' (Norm)"), and its ranks.
 CheckCollective = Callable[[str, list[int]], None]
 _NEVER: tuple[Any, Any] = (object(), object())
@@ -89,8 +90,8 @@ class ModuleTrace:
         grows: a value changed in place in an attribute that was not set before.
         outside_reads: names of buffers, of carried attributes and of growing ones, read or set
             while it did not run.
-        swaps: it replaced parameters or buffers of a module for a call, as
-            ``torch.func.functional_call`` does.
+        swapping: paths of modules called by it with other tensors in the places of parameters
+            or buffers, as ``torch.func.functional_call`` puts them there; and of those between.
         hooks_keep: hooks of its forward put tensors into a container of the script.
         changed_parameters: names of parameters, of any module, changed by the run and used by
             operators as for ``parameters``.
@@ -120,7 +121,7 @@ class ModuleTrace:
     carried_attributes: dict[str, int] = dataclasses.field(default_factory=dict)
     grows: bool = False
     outside_reads: tuple[str, ...] = ()
-    swaps: bool = False
+    swapping: tuple[str, ...] = ()
     hooks_keep: bool = False
     changed_parameters: tuple[str, ...] = ()
     reruns: tuple[str, ...] = ()
@@ -365,6 +366,10 @@ class Recorder:
         self.used_outside: set[int] = set()
         self.given_away: dict[int, set[int]] = {}  # to autograd functions, by a module
         self.hooking: dict[int, set[int]] = {}  # of a module's callees
+        self.held: list[_Held] = []  # by module, at the beginning
+        self.last_held: dict[int, _Held] = {}  # ... as its last execution left it
+        self.put_buffers: dict[tuple[int, str], Tensor | None] = {}  # by setattr
+        self.swapping: dict[int, set[int]] = {}  # a module's callees, and in these
         self.weighed: dict[int, StorageWeakRef] = {}  # by address; the reference reserves it
         self.given: dict[int, StorageWeakRef] = {}  # of the models' arguments
         self.frames = [Frame(-1, None)]
@@ -402,6 +407,7 @@ class Recorder:
             self.registers = first_forward.Registers(self.modules, self.parameter)
             # None at the end of the run, because of Restore.__exit__.
             self.left = [_attributes_of(module) for module in self.modules]
+            self.held = [_held_by(module) for module in self.modules]
             initial = list(self.left)
             boxes = self._containers_of_hooks()
             try:
@@ -420,6 +426,9 @@ class Recorder:
                         self.records[number].hooks_keep |= holds
             finally:
                 self.left.clear()
+                self.held.clear()
+                self.last_held.clear()
+                self.put_buffers.clear()
                 initial.clear()
                 boxes.clear()
             self.used_outside = self.frames[0].used
@@ -535,6 +544,7 @@ class Recorder:
             stack.enter_context(_seeing_functions(self._note_given_away))
             stack.enter_context(_seeing_hooks(self._note_hooked))
             stack.enter_context(_seeing_grad_flags(self._note_flag))
+            stack.enter_context(_seeing_data(self._note_set_data))
             yield
 
     def running_path(self) -> str:
@@ -579,11 +589,24 @@ class Recorder:
             self.flags_set.setdefault(parameter, set()).add(self.frames[-1].number)
             self.flags_last ^= {parameter}
 
+    def _note_set_data(self, tensor: Tensor, data: Tensor) -> Tensor:
+        """Code sets a tensor's ``data``, which changes the tensor.  The data to be set."""
+        if is_lazy(tensor):  # it gets its first
+            return data
+        self.restore.before_set_data(tensor)
+        parameter = self.parameter.get(id(tensor))
+        if parameter is None or self.timing or threading.get_ident() != self.thread:
+            return data
+        self.frames[-1].used.add(parameter)
+        self.written.add(parameter)
+        return traced_tensors.as_meta(data) if tensor.is_meta else data
+
     def _note_set_buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         """Setting a buffer is a use of it."""
-        original = self.buffer_of.get((self.number_of.get(id(module), -1), name))
-        if original is not None and threading.get_ident() == self.thread:
-            self.frames[-1].used.add(original)
+        place = self.number_of.get(id(module), -1), name
+        if place in self.buffer_of and threading.get_ident() == self.thread:
+            self.put_buffers[place] = buffer
+            self.frames[-1].used.add(self.buffer_of[place])
 
     def _note_put_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         """A new module's contents at the time of its placing are put back, too."""
@@ -633,7 +656,7 @@ class Recorder:
             return  # of a module's own, where no operators are seen: they come in no order
         frame = Frame(number, module)
         if not self.timing:
-            self._note_swaps(number, module)
+            self._note_swaps(module)
             self._note_changes(number, self.left[number], frame.attributes, by_others=True)
         self.frames.append(frame)
         self.progress.enter(self.paths[number])
@@ -641,16 +664,41 @@ class Recorder:
             _wait_for_device(module)
         frame.started = time.perf_counter()
 
-    def _note_swaps(self, number: int, module: nn.Module) -> None:
-        """A caller that swaps a module's tensors puts its own back afterwards."""
+    def _note_swaps(self, module: nn.Module) -> None:
+        """Its caller may have put other tensors into modules of this call."""
         caller = self.frames[-1].number
-        if caller >= 0 and not self.records[caller].swaps:
-            self.records[caller].swaps = any(
-                tensor is not None and id(tensor) not in self.parameter
-                for inside in module.modules()
-                if id(inside) in self.number_of
-                for tensor in inside._parameters.values()
-            )
+        if caller < 0:
+            return
+        swapped = {n for n in self._numbers_in(module) if self._is_swapped(n)}
+        if not swapped:
+            return
+        found = self.swapping.setdefault(caller, set())
+        for path, inside in module.named_modules():
+            if self.number_of.get(id(inside)) in swapped:
+                parts = path.split(".")
+                between = (".".join(parts[:i]) for i in range(len(parts) + 1))
+                found |= {self.number_of[id(module.get_submodule(one))] for one in between}
+
+    def _numbers_in(self, module: nn.Module) -> Iterator[int]:
+        numbers = (self.number_of.get(id(inside)) for inside in module.modules())
+        return (number for number in numbers if number is not None)
+
+    def _is_swapped(self, number: int) -> bool:
+        """Whether other code than its own has put tensors into its parameters' places, or
+        others' than by ``setattr`` into those of its buffers.
+
+        A parameter in a place without one is made by the first forward.
+        """
+        module = self.modules[number]
+        last = self.last_held.get(number, {})
+        for name, before in self.held[number].items():
+            now = module._parameters.get(name, module._buffers.get(name))
+            if now is before or now is last.get(name, before):
+                continue
+            made = before is None and isinstance(now, nn.Parameter)
+            if not made and now is not self.put_buffers.get((number, name), before):
+                return True
+        return False
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         number = self.number_of.get(id(module))
@@ -683,6 +731,7 @@ class Recorder:
             if any(id(t) in frame.hooked for t in tensors_in((args, kwargs, output))):
                 self.hooking.setdefault(self.frames[-1].number, set()).add(number)
             self.left[number] = _attributes_of(module)
+            self.last_held[number] = _held_by(module)
             self._note_changes(number, frame.attributes, self.left[number])
             record.input_bytes = max(record.input_bytes, tensor_bytes((args, kwargs)))
             record.output_bytes = max(record.output_bytes, tensor_bytes(output))
@@ -792,6 +841,7 @@ class Recorder:
                 if any(self.records[n].set_attributes for n in given):
                     modules[path].reruns = self._paths_of(given, root)
                 modules[path].hooking = self._paths_of(self.hooking.get(number, ()), root)
+                modules[path].swapping = self._paths_of(self.swapping.get(number, ()), root)
             weighed = any(record.kept_bytes for record in modules.values())
             outside = name_all(self.used_outside)
             flags = self._grad_flags(root)
@@ -886,6 +936,18 @@ def _seeing_grad_flags(see: Callable[..., None]) -> AbstractContextManager[None]
     return patches.traced_grad_flags.in_block(lambda plain: property(read, write), setting)
 
 
+def _seeing_data(see: Callable[[Tensor, Tensor], Tensor]) -> AbstractContextManager[None]:
+    """Show each set of a tensor's ``data`` by code; the function gives those to be set."""
+
+    def around(plain: Any) -> Any:
+        def write(self: Tensor, data: Tensor) -> None:
+            plain.__set__(self, see(self, data))
+
+        return property(plain.__get__, write)
+
+    return patches.traced_data.in_block(around)
+
+
 def _seeing_hooks(see: Callable[[Tensor], None]) -> AbstractContextManager[None]:
     """Show the tensors with a call of ``register_hook``.  PyTorch's own tools, such as FLOP
     counters, hook every module's tensors and are not shown, nor are ours.
@@ -918,6 +980,11 @@ def _by_memory(modules: Sequence[nn.Module], parameter: dict[int, int]) -> dict[
             if tensor is not None and tensor.layout is torch.strided and not is_lazy(tensor):
                 found[tensor.untyped_storage()._cdata] = parameter[id(tensor)]
     return found
+
+
+def _held_by(module: nn.Module) -> _Held:
+    """Its parameters and buffers."""
+    return {**module._parameters, **module._buffers}
 
 
 def _attributes_of(module: nn.Module) -> _Attributes:

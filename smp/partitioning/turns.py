@@ -67,7 +67,7 @@ class _Making:
         A traced evaluation may leave buffers of training as they are, so BatchNorm and the like
         count in any case.  So do modules with buffers that did not run.
         """
-        if seen.grows or seen.swaps or seen.changed_buffers:
+        if seen.grows or seen.swapping or seen.changed_buffers:
             return True
         tracked = hasattr(module, "track_running_stats") or not seen.executions
         return bool(module._buffers) and tracked
@@ -95,6 +95,8 @@ class _Making:
             for name in one.buffers:
                 if not self._reads_at(path, buffers[name], seen):
                     use(buffers[name], path)
+            for swapped in one.swapping:
+                self._join(path, swapped)
 
     def _reads_at(self, path: str, buffer: Tensor, seen: dict[str, ModuleTrace]) -> bool:
         """Whether a module reads another's buffer from its owner."""

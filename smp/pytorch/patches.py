@@ -284,4 +284,5 @@ traced_attributes = Change(
 traced_grad_flags = Change(
     _Attribute(torch.Tensor, "requires_grad"), _Attribute(torch.Tensor, "requires_grad_")
 )
+traced_data = Change(_Attribute(torch.Tensor, "data"))
 traced_tensor_hooks = Change(_Attribute(torch.Tensor, "register_hook"))

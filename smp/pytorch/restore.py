@@ -55,8 +55,8 @@ class Restore:
     Args:
         roots: modules, watched with their whole trees.
 
-    Call :meth:`watch` for further objects and :meth:`before_write` before an operator writes
-    into earlier tensors.
+    Call :meth:`watch` for further objects, :meth:`before_write` before an operator writes into
+    earlier tensors, and :meth:`before_set_data` before a set of one's ``data``.
     """
 
     def __init__(self, roots: Iterable[nn.Module]):
@@ -64,7 +64,8 @@ class Restore:
         self._containers: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         self._seen: dict[int, Any] = {}  # keeps the objects, and so their ids
-        self._written: list[tuple[Tensor, Tensor]] = []
+        # In order: a tensor, and a copy of its content; True: the very data.
+        self._written: list[tuple[Tensor, Tensor, bool]] = []
         self._writes: set[tuple] = set()
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
 
@@ -98,8 +99,11 @@ class Restore:
         for array, content in self._arrays:
             array[...] = content
         with torch.no_grad():
-            for tensor, content in reversed(self._written):
-                write_back(tensor, content)
+            for tensor, content, is_data in reversed(self._written):
+                if is_data:
+                    tensor.data = content
+                else:
+                    write_back(tensor, content)
             for _, _, buffer, before in self._buffers:
                 if before is not None and not _same(buffer, before):
                     write_back(buffer, before)
@@ -171,12 +175,17 @@ class Restore:
             )
         if key not in self._writes:
             self._writes.add(key)
-            self._written.append((tensor, tensor.detach().clone()))
+            self._written.append((tensor, tensor.detach().clone(), False))
+
+    def before_set_data(self, tensor: Tensor) -> None:
+        """Keep a tensor's data before another's take their place."""
+        self._written.append((tensor, tensor.data, True))
 
     def expect(self, earlier: "Restore") -> None:
         """Keep at once the tensors and generators written or used by an earlier, equal run."""
-        for tensor, _ in earlier._written:
-            self.before_write(tensor)
+        for tensor, _, is_data in earlier._written:
+            if not is_data:
+                self.before_write(tensor)
         for generator, _ in earlier._generators.values():
             self.keep_generator(generator)
 
