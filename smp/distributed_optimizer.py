@@ -221,6 +221,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             setattr(self.optimizer, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if name in _OWN:
+            del self.__dict__[name]
+        else:
+            delattr(self.optimizer, name)
+
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
