@@ -168,7 +168,8 @@ def load(
 ) -> _IncompatibleKeys:
     """Load a full dict, or a partial one on every rank of the PP_GROUP.
 
-    Before the partition every rank gets everything; values for meta tensors wait.
+    Before the partition every rank gets everything; values for meta tensors wait, and so do a
+    tp_rank's own buffers.
 
     Returns:
         missing and unexpected keys, as torch does.
@@ -195,6 +196,14 @@ def load(
         keys = model.module.load_state_dict(whole, strict)
     if any(map(_is_meta, entries.values())):
         record.deferred_loads.append((given, partial, strict, same_partition_load))
+        return keys
+    record.deferred_loads.clear()
+    if partial and group.size() > 1:
+        # The partition gives tp_rank 0's buffers to all tp_ranks; a partial dict has its own.
+        names = {name for name, _ in model.module.named_buffers(remove_duplicate=False)}
+        buffers = OrderedDict((n, value) for n, value in given.items() if n in names)
+        _set_versions(buffers, given, {}, entries)
+        record.deferred_loads.append((buffers, True, False, same_partition_load))
     return keys
 
 
