@@ -21,7 +21,9 @@ from smp.state_mod import state
 from smp.tensor_parallel import group
 from smp.tensor_parallel.splits import replaced_parameters
 
-_OWN = {"optimizer", "step", "zero_grad", "overflow", "masters", "scaled", "sharded"}
+_OWN = {
+    "optimizer", "step", "zero_grad", "overflow", "masters", "scaled", "sharded", "waiting",
+}  # fmt: skip
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
@@ -185,6 +187,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     masters: Masters
     scaled: ScaledGradients | None  # with a loss scale of ours
     sharded: ShardedOptimizer | None
+    waiting: optimizer_state.Waiting | None = None  # a state, for the partition
 
     def __init__(
         self,
@@ -220,6 +223,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.__dict__[name] = value
         else:
             setattr(self.optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _OWN:
+            del self.__dict__[name]
+        else:
+            delattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
@@ -387,7 +396,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The whole state; it loads into the plain optimizer of the plain model.
 
         Also where distributed modules have taken the place of its modules.  Collective over the
-        MP_GROUP after the partition, with ``shard_optimizer_state`` over all ranks.
+        MP_GROUP after the partition, with ``shard_optimizer_state`` over all ranks.  Before the
+        partition it is so after the load of a partial state.
 
         Raises:
             NotImplementedError: one parameter of the plain model is in different groups here.
@@ -427,7 +437,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a full dict, or a partial one on every rank of the MP_GROUP.
 
-        Before the partition the groups are loaded at once and the state waits for it.
+        Before the partition the groups are loaded at once and the state waits for it; until
+        then `state_dict` and `local_state_dict` return it.
 
         Args:
             state_dict: that of any plain optimizer of the plain model, or this rank's of

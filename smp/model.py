@@ -450,12 +450,14 @@ class DistributedModel(live_models.LiveModel):
     ) -> Any:
         """Load a full dict, or a partial one on every rank of the MP_GROUP.
 
-        Before the partition, a load that depends on it waits.
+        Before the partition every rank gets everything.  The values of delayed parameters
+        wait for it; their keys and shapes are checked at once.
 
         Args:
             state_dict: partial where its key ``_smp_is_partial`` is True.
             same_partition_load: each rank's partial dict has just its own entries of now;
-                otherwise entries go to their ranks of now.
+                otherwise entries go to their ranks of now.  Before the partition the two are
+                alike.
             translate_function: from the given dict to one with the module's names.
 
         Returns:

@@ -166,3 +166,52 @@ def test_torchs_scaler_agrees_for_a_model_of_several_ranks(kind, degree):
     smp.shutdown()
     with pytest.raises(AssertionError, match="_scale is None"):
         torch.amp.GradScaler("cpu").update()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, smp.amp.GradScaler])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, smp.optimizers.FusedAdam])
+@pytest.mark.parametrize(
+    ("job", "value"),
+    [
+        ("pipeline_parallel_degree", 2),
+        ("tensor_parallel_degree", 2),
+        ("shard_optimizer_state", True),
+    ],
+)
+def test_a_fused_optimizer_takes_the_scale_as_a_plain_ones_does(job, value, make, kind):
+    """Its step divides by the scale and skips; torch sets and deletes its attributes."""
+    smp.init({job: value})
+    torch.manual_seed(0)
+    with smp.tensor_parallelism(enabled=smp.tp_size() > 1):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = distributed(net, [0, smp.pp_size() - 1])
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain.load_state_dict(model.state_dict())
+    options = {"fused": True} if make is torch.optim.AdamW else {}
+    optimizer = smp.DistributedOptimizer(make(model.parameters(), lr=0.1, **options))
+    theirs = make(plain.parameters(), lr=0.1, **options)
+    scaler, their_scaler = kind("cpu", 8.0), torch.amp.GradScaler("cpu", 8.0)
+
+    @smp.step
+    def step(model, x):
+        model.backward(scaler.scale(model(x).square().mean()))
+
+    for number in range(4):
+        optimizer.zero_grad()
+        theirs.zero_grad()
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(number))
+        step(model, x)
+        their_scaler.scale(plain(x).square().mean()).backward()
+        if number == 1:
+            plain[1].bias.grad.fill_(float("inf"))
+            if smp.rank() == 1:
+                parameters = optimizer.param_groups[0]["params"]  # of owners, with shards
+                next(p for p in parameters if p.grad is not None).grad.fill_(float("inf"))
+        for each, its in ((scaler, optimizer), (their_scaler, theirs)):
+            each.step(its)
+            each.update()
+        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+        assert scaler.get_scale() == their_scaler.get_scale()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+    torch.testing.assert_close(optimizer.state_dict()["state"], theirs.state_dict()["state"])

@@ -70,10 +70,13 @@ def listed(path: Path) -> list[str]:
 
 @on_ranks(2, 4)  # one replica, two
 @KINDS
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.sample(4)
+@pytest.mark.parametrize("when", ["before", "after", "converted"])
+@pytest.mark.sample(6)
 def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(partial, when, tmp_path):
-    """Model, optimizer, scheduler, before the first step and after it."""
+    """Model, optimizer, scheduler, before the first step and after it.
+
+    Also if a script has made a checkpoint of the other kind, without any step.
+    """
     whole = trained("adamw", 3)
     save(whole, tmp_path, "three", partial)
     whole.train(3, 6)
@@ -84,6 +87,11 @@ def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(partial, when, tmp_
         resumed.evaluate()
     content = smp.resume_from_checkpoint(tmp_path, partial=partial)
     resumed.scheduler.load_state_dict(content["scheduler"])
+    if when == "converted":
+        save(resumed, tmp_path, "converted", not partial)
+        resumed = Run("adamw", seed=8)
+        smp.resume_from_checkpoint(tmp_path, partial=not partial)
+        resumed.scheduler.load_state_dict(content["scheduler"])
     resumed.train(content["step"], 6)
 
     assert_same(resumed.model.state_dict(), want)

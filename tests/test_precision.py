@@ -237,11 +237,13 @@ def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(kind, partial, half
     whole, optimizer = wrapped(half, late=True, **options)
     train(whole, optimizer, 0, 3)
     smp.save_checkpoint(tmp_path, "three", partial, whole, optimizer)
+    saved = snapshot([whole.state_dict(), optimizer.state_dict()])
     train(whole, optimizer, 3, 6)
     want, states = snapshot(whole.state_dict()), snapshot(optimizer.state_dict())
 
     resumed, again = wrapped(half, late=True, **options)
     smp.resume_from_checkpoint(tmp_path, partial=partial)
+    assert_same([resumed.state_dict(), again.state_dict()], saved)  # without a step
     train(resumed, again, 3, 6)
 
     assert_same(resumed.state_dict(), want)

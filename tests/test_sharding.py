@@ -349,6 +349,7 @@ def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(kind, way, half, th
         states = optimizer.local_state_dict(gather_if_shard=way == "gathered")
         smp.save(states, tmp_path / "optimizer.pt", partial=True, v3=way == "shard")
         smp.save(model.local_state_dict(), tmp_path / "model.pt", partial=True)
+    saved = everything(model, optimizer)
     train(model, optimizer, 3, 5)
     want = everything(model, optimizer)
 
@@ -360,6 +361,8 @@ def test_a_run_resumes_with_the_bits_of_an_uninterrupted_one(kind, way, half, th
     else:
         resumed.load_state_dict(smp.load(tmp_path / "model.pt"))
         again.load_state_dict(smp.load(tmp_path / "optimizer.pt"))
+    assert_same(everything(resumed, again), saved)  # without a step
+    again.load_state_dict(snapshot(again.local_state_dict(gather_if_shard=False)))
     train(resumed, again, 3, 5)
     assert_same(everything(resumed, again), want)
 

@@ -128,10 +128,14 @@ class Run:
         """What this rank holds of the model and the optimizer."""
         return snapshot([self.model.local_state_dict(), self.optimizer.local_state_dict()])
 
+    def full(self) -> Any:
+        """What the plain model and optimizer have."""
+        return snapshot([self.model.state_dict(), self.optimizer.state_dict()])
+
     def whole(self) -> bytes:
-        """The states of all ranks, as a rank can return them."""
+        """The same, as a rank can return it."""
         file = io.BytesIO()
-        torch.save([self.model.state_dict(), self.optimizer.state_dict()], file)
+        torch.save(self.full(), file)
         return file.getvalue()
 
 
@@ -152,7 +156,7 @@ def check_a_resumed_run(kind: str, when: str, path: Path) -> None:
     whole = Run(kind)
     whole.train(0, 3)
     whole.save(path, "three")
-    saved = whole.own()
+    saved, full = whole.own(), whole.full()
     losses = whole.train(3, 6)
     want = whole.own()  # the steps of another model share out this one's buffers, too
 
@@ -160,6 +164,8 @@ def check_a_resumed_run(kind: str, when: str, path: Path) -> None:
     if when == "after":
         resumed.evaluate()
     assert smp.resume_from_checkpoint(path) == {"tag": "three"}
+    if smp.rdp_rank() == 0:
+        assert_same(resumed.full(), full)
     if when == "before":
         resumed.evaluate()
     if smp.rdp_rank() == 0:  # whose statistics were saved, and go to all at the next step

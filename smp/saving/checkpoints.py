@@ -170,8 +170,9 @@ def resume_from_checkpoint(
 ) -> Any:
     """Load a checkpoint into the latest model and optimizer.  Collective over all ranks.
 
-    Before the first step the state is kept until the model is partitioned.  A partial
-    checkpoint loads under another pipeline degree or partition, too.
+    Before the first step the model's values are on every rank, and the optimizer's state is
+    kept until the partition.  A partial checkpoint loads under another pipeline degree or
+    partition, too.
 
     Args:
         path: the folder given to ``save_checkpoint``.

@@ -22,7 +22,7 @@ from smp.ranks import CommGroup
 from smp.saving.replica import Replica
 from smp.sharding.owners import model_parameter
 from smp.sharding.sharded_optimizer import ShardedOptimizer
-from smp.sharding.slices import joined
+from smp.sharding.slices import joined, joined_shards
 from smp.slicing.slices import Slices, slices_of
 from smp.state_mod import state
 from smp.tensor_parallel import group
@@ -30,8 +30,17 @@ from smp.tensor_parallel import group
 HALF_STATES = "fp16_states"  # a key of state dicts: master weights and loss scale
 
 
+class Waiting(NamedTuple):
+    """A state that was loaded before the partition, and is the optimizer's until then."""
+
+    by_number: dict[Any, Any]  # with masters
+    partial: bool
+
+
 class LiveOptimizer(Protocol):
     """A `smp.DistributedOptimizer`, as rooms below it know it."""
+
+    waiting: Waiting | None
 
     @property
     def optimizer(self) -> Any: ...
@@ -99,9 +108,16 @@ def local_state_dict(optimizer: LiveOptimizer, gather_if_shard: bool = True) -> 
             of this rank has the key ``_smp_is_shard``, with the rdp_size and the places of
             slices.
     """
-    _settle(optimizer)
+    waiting = optimizer.waiting
+    if waiting is None:
+        _settle(optimizer)
     out = dict(optimizer.optimizer.state_dict())
-    if _is_torchs(out):
+    if waiting is not None:
+        given = waiting.by_number
+        own = given if waiting.partial else _own_slices(optimizer, given)
+        out["state"], masters = take_out(own)
+        _add_half_states(optimizer, out, masters)
+    elif _is_torchs(out):
         states = _of_rank(optimizer, out["state"])
         masters = _masters(optimizer)
         if optimizer.sharded is not None:
@@ -171,17 +187,25 @@ def _of_rank(optimizer: LiveOptimizer, by_number: Mapping) -> dict:
 def full_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
     """The state of all parameters, in host memory where it comes from other ranks.
 
-    Collective over the MP_GROUP after the partition, over all ranks with sharded state.
+    Collective over the MP_GROUP after the partition, over all ranks with sharded state.  Before
+    it a loaded partial state makes it collective, too.
     """
-    _settle(optimizer)
+    waiting = optimizer.waiting
+    if waiting is None:
+        _settle(optimizer)
     out = dict(optimizer.optimizer.state_dict())
     if not _is_torchs(out):
         return out
     plain = plain_optimizer(optimizer.param_groups)
-    own = put_into(out["state"], _masters(optimizer))
-    if optimizer.sharded is not None:
-        own = _of_all_owners(optimizer.sharded, own)
-    out["state"] = _gathered(optimizer, own)
+    if waiting is not None:
+        given = waiting.by_number
+        out["state"] = _gathered(optimizer, given) if waiting.partial else given
+    else:
+        own = put_into(out["state"], _masters(optimizer))
+        if optimizer.sharded is not None:
+            own = _of_all_owners(optimizer.sharded, own)
+        spread = _slices(optimizer) or any(one is not None for one in _owners(optimizer))
+        out["state"] = _gathered(optimizer, _of_rank(optimizer, own)) if spread else own
     if plain is not None:
         out = plain.to_plain(out)
     out["state"], masters = take_out(out["state"])
@@ -189,12 +213,9 @@ def full_state_dict(optimizer: LiveOptimizer) -> dict[str, Any]:
     return out
 
 
-def _gathered(optimizer: LiveOptimizer, own: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The state of all parameters, by their numbers here."""
+def _gathered(optimizer: LiveOptimizer, mine: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The state of all parameters, by their numbers here.  Collective over the MP_GROUP."""
     cut = _slices(optimizer)
-    if not cut and all(owner is None for owner in _owners(optimizer)):
-        return own
-    mine = _of_rank(optimizer, own)
     if group.rank() > 0:
         mine = {number: one for number, one in mine.items() if number in cut}
     replica = Replica("optimizer.state_dict")
@@ -206,8 +227,9 @@ def _gathered(optimizer: LiveOptimizer, own: Mapping[Any, Any]) -> Mapping[Any, 
     single = _keys_of_single_numbers(optimizer, merged)
     for number, one in cut.items():
         if number in merged:
-            everyones = [p[number] for _, p in by_rank if number in p]
-            merged[number] = _joined(everyones, one, single)
+            # Before the partition several pp_ranks may have a tp_rank's slice.
+            of_tp_ranks = {rank: p[number] for rank, p in by_rank if number in p}
+            merged[number] = _joined(list(of_tp_ranks.values()), one, single)
     numbers = sorted(key for key in merged if isinstance(key, int))
     others = [key for key in merged if not isinstance(key, int)]
     return {key: merged[key] for key in numbers + others}
@@ -327,12 +349,23 @@ def load(optimizer: LiveOptimizer, state_dict: Mapping[str, Any]) -> None:
         given = plain.to_ours(given)
     if _waits(optimizer):
         wrapped.load_state_dict({**given, "state": {}})
+        by_number = given["state"]
+        if shard is not None:
+            by_number = _of_all_replicas(by_number, shard)
+        optimizer.waiting = Waiting(by_number, partial)
         # The first step partitions all live models.
-        waiting = state.job("load_state_dict").runtime.after_partition
-        waiting.append(lambda: _load_by_number(optimizer, given["state"], partial, shard))
+        after_partition = state.job("load_state_dict").runtime.after_partition
+        after_partition.append(lambda: _load_waiting(optimizer))
         return
     wrapped.load_state_dict({**given, "state": {}})
     _load_by_number(optimizer, given["state"], partial, shard)
+
+
+def _load_waiting(optimizer: LiveOptimizer) -> None:
+    """Load the latest of the states that waited for the partition."""
+    waiting, optimizer.waiting = optimizer.waiting, None
+    if waiting is not None:
+        _load_by_number(optimizer, *waiting, None)
 
 
 def _load_by_number(
@@ -366,6 +399,32 @@ def _load_by_number(
     optimizer.masters.load(masters)
 
 
+def _of_all_replicas(by_number: dict[Any, Any], shard: dict[str, Any]) -> dict[Any, Any]:
+    """The state of this pp_rank and tp_rank, from the shards of its replicas.
+
+    Collective over the RDP_GROUP.
+
+    Raises:
+        ValueError: the shards are of another number of replicas.
+    """
+    _refuse_other_size(shard)
+    replica = Replica("optimizer.load_state_dict", CommGroup.RDP_GROUP)
+    parts = replica.gather((by_number, shard["places"])) or []
+    states, places = zip(*parts, strict=True)
+    return joined_shards(states, places)
+
+
+def _refuse_other_size(shard: dict[str, Any]) -> None:
+    """Raises ValueError where a shard is of another number of replicas."""
+    size = shard["rdp_size"]
+    if size != ranks.rdp_size():
+        raise ValueError(
+            f"smp: optimizer.load_state_dict: this is a shard of {size}, and rdp_size is "
+            f"{ranks.rdp_size()} here: save with local_state_dict(gather_if_shard=True), or "
+            "load under as many replicas"
+        )
+
+
 def _of_all_shards(
     optimizer: LiveOptimizer, by_number: dict[Any, Any], shard: dict[str, Any]
 ) -> dict[Any, Any]:
@@ -377,12 +436,7 @@ def _of_all_shards(
         ValueError: the shards are of another number of replicas.
     """
     size, places = shard["rdp_size"], shard["places"]
-    if size != ranks.rdp_size():
-        raise ValueError(
-            f"smp: optimizer.load_state_dict: this is a shard of {size}, and rdp_size is "
-            f"{ranks.rdp_size()} here: save with local_state_dict(gather_if_shard=True), or "
-            "load under as many replicas"
-        )
+    _refuse_other_size(shard)
     here = f"{ranks.tp_rank()}/"  # a number is a slice's of this tp_rank
     rank = ranks.pp_rank()
     wanted = {n for n, owner in enumerate(_owners(optimizer)) if owner in (None, rank)}

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -19,6 +20,9 @@ from smp.ranks import CommGroup
 from smp.saving.replica import Replica, map_tensors
 from smp.slicing.slices import Slices, slices_of
 from smp.tensor_parallel import group
+
+_NO_VALUES_YET = ".*non-meta parameter.*meta"  # torch's warning
+_VERSIONS = 0  # a key beside the names of entries
 
 
 def owners_of_entries(model: LiveModel, names: Mapping[str, Any]) -> dict[str, int]:
@@ -49,8 +53,16 @@ def _entries(module: nn.Module) -> "OrderedDict[str, Any]":
     return module.state_dict(keep_vars=True)  # type: ignore[return-value]
 
 
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
 def local_state_dict(model: LiveModel) -> "OrderedDict[str, Any]":
-    """This rank's entries, and ``_smp_is_partial``."""
+    """This rank's entries, and ``_smp_is_partial``.
+
+    Raises:
+        RuntimeError: one has no values before the partition.
+    """
     out = _owned(model)
     out[IS_PARTIAL] = True
     return out
@@ -63,6 +75,11 @@ def _owned(model: LiveModel) -> "OrderedDict[str, Any]":
         owners = owners_of_entries(model, entries)
         rank = record_of(model).rt.pp_rank
         mine = OrderedDict((k, v) for k, v in entries.items() if owners[k] == rank)
+    if delayed := [name for name, value in mine.items() if _is_meta(value)]:
+        raise RuntimeError(
+            f"smp: state dict of a model: '{delayed[0]}' has no values yet, as it was made in "
+            "smp.delay_param_initialization: call a step function first"
+        )
     out = map_tensors(mine, Tensor.detach)
     out._metadata = entries._metadata  # type: ignore[attr-defined]
     return out
@@ -78,6 +95,9 @@ def full_state_dict(
     Args:
         gather_to_rank0: only mp_rank 0 gets it; the others get an empty dict.
         cast_to_cpu: tensors in host memory; those of other ranks are there in any case.
+
+    Raises:
+        RuntimeError: a tensor has no values before the partition.
     """
     mine = _owned(model)
     entries = _entries(model.module)
@@ -146,11 +166,13 @@ def load(
     same_partition_load: bool,
     translate_function: Callable | None,
 ) -> _IncompatibleKeys:
-    """Load a full or partial dict, before the partition as far as possible; the rest waits.
+    """Load a full dict, or a partial one on every rank of the PP_GROUP.
+
+    Before the partition every rank gets everything; values for meta tensors wait, and so do a
+    tp_rank's own buffers.
 
     Returns:
-        missing and unexpected keys, as torch does; those of a partial dict that waits
-        are not known yet.
+        missing and unexpected keys, as torch does.
 
     Raises:
         RuntimeError: ``strict`` and other keys, or another shape: by name, both shapes.
@@ -164,20 +186,69 @@ def load(
     if metadata is not None:
         given._metadata = metadata  # type: ignore[attr-defined]
     record = record_of(model)
-    waits = not model.partitioned and record.rt.pp_size > 1
-    if waits and partial:
-        record.deferred_loads.append((given, True, strict, same_partition_load))
-        return _IncompatibleKeys([], [])
-    if waits and any(
-        e.is_meta for e in _entries(model.module).values() if isinstance(e, Tensor)
-    ):
-        with warnings.catch_warnings():  # a meta tensor takes no data: keys and shapes only
-            warnings.simplefilter("ignore")
-            own = _own_slices(_entries(model.module), given)
-            keys = model.module.load_state_dict(own, strict)
-        record.deferred_loads.append((given, False, strict, same_partition_load))
+    if model.partitioned or record.rt.pp_size == 1:
+        return _load_now(model, given, partial, strict, same_partition_load)
+    # Every rank has the whole module until the partition.
+    entries = _entries(model.module)
+    whole = _of_all_ranks(entries, given) if partial else _own_slices(entries, given)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_NO_VALUES_YET)
+        keys = model.module.load_state_dict(whole, strict)
+    if any(map(_is_meta, entries.values())):
+        record.deferred_loads.append((given, partial, strict, same_partition_load))
         return keys
-    return _load_now(model, given, partial, strict, same_partition_load)
+    record.deferred_loads.clear()
+    if partial and group.size() > 1:
+        # The partition gives tp_rank 0's buffers to all tp_ranks; a partial dict has its own.
+        names = {name for name, _ in model.module.named_buffers(remove_duplicate=False)}
+        buffers = OrderedDict((n, value) for n, value in given.items() if n in names)
+        _set_versions(buffers, given, {}, entries)
+        record.deferred_loads.append((buffers, True, False, same_partition_load))
+    return keys
+
+
+def _of_all_ranks(
+    entries: Mapping[str, Any], given: "OrderedDict[str, Any]"
+) -> "OrderedDict[str, Any]":
+    """A partial dict with the entries of other ranks.  Collective over the PP_GROUP.
+
+    This rank's own come first.  Those of meta tensors, which take no values, are meta tensors.
+    """
+    shapes = {
+        name: list(value.shape)
+        for name, value in given.items()
+        if isinstance(value, Tensor) and _is_meta(entries.get(name))
+    }
+    values = {name: value for name, value in given.items() if name not in shapes}
+    replica = Replica("model.load_state_dict", CommGroup.PP_GROUP)
+    parts = replica.gather((values, shapes, _versions(given))) or []
+    out: OrderedDict[str, Any] = OrderedDict()
+    versions: dict[str, Any] = {}
+    for values, shapes, its in reversed(parts):
+        out.update(values)
+        out.update((n, torch.empty(s, device="meta")) for n, s in shapes.items())
+        versions.update(its)
+    out.update(given)
+    _set_versions(out, given, versions, entries)
+    return out
+
+
+def _versions(given: "OrderedDict[str, Any]") -> dict[str, Any]:
+    """The versions of modules' classes, by path, that a state dict was made with."""
+    metadata = getattr(given, "_metadata", {})
+    return {path: one["version"] for path, one in metadata.items() if "version" in one}
+
+
+def _set_versions(
+    out: "OrderedDict[str, Any]",
+    given: "OrderedDict[str, Any]",
+    versions: Mapping[str, Any],
+    entries: Mapping[str, Any],
+) -> None:
+    """Have a dict be of the given one's versions, of these, or else of now."""
+    known = {path: {"version": version} for path, version in versions.items()}
+    known |= getattr(given, "_metadata", {})
+    out._metadata = known or entries._metadata  # type: ignore[attr-defined]
 
 
 def load_deferred(model: LiveModel) -> None:
@@ -209,14 +280,16 @@ def _load_now(
         found = known
         if not same_partition_load:
             replica = Replica("model.load_state_dict", CommGroup.PP_GROUP)
-            found = replica.route(known, mine)
+            versions = _versions(given)
+            held = {**known, _VERSIONS: versions} if versions else known
+            found = replica.route(held, [*mine, _VERSIONS])
         # Entries of other ranks stand for themselves: torch checks only ours.
         whole = OrderedDict((n, v) for n, v in entries.items() if n not in set(mine))
         whole.update((n, found[n]) for n in mine if n in found)
         whole.update((n, v) for n, v in given.items() if n not in entries)
-        whole._metadata = getattr(given, "_metadata", entries._metadata)  # type: ignore
+        _set_versions(whole, given, found.get(_VERSIONS, {}), entries)
         given = whole
     with remote_tensors.loading(), warnings.catch_warnings():
         # Buffers of other ranks' modules may have no memory.
-        warnings.filterwarnings("ignore", message=".*non-meta parameter.*meta")
+        warnings.filterwarnings("ignore", message=_NO_VALUES_YET)
         return module.load_state_dict(given, strict)
