@@ -479,6 +479,31 @@ def test_padding_is_not_seen_where_a_layer_gets_no_mask(name, attention, monkeyp
     job.step(0)
 
 
+@pytest.mark.parametrize("by", ["config", "call", "attribute"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@on_ranks(2, timeout_s=120)
+def test_a_decoder_that_sees_all_positions(name, by, monkeypatch):
+    """By an argument, which transformers 5 also takes from the config, or an attribute."""
+    compute_in_float64(monkeypatch, name)
+    split_over_all_ranks()
+    options = {"is_causal": False} if by == "config" else {}
+    given = {"is_causal": False} if by == "call" else {}
+
+    def batch(rank: int, step: int) -> tuple[dict[str, Any], Tensor]:
+        batch, ids = batch_of(name, rank, step)
+        return batch | given, ids
+
+    job = WholeJob(made(name, attn_implementation="sdpa", **options), loss, batch)
+    if by == "attribute":  # made so after the wrap
+        for module in [*job.net.modules(), *job.plain.modules()]:
+            if hasattr(module, "is_causal"):
+                module.is_causal = False
+    job.run(4)
+    given = {"is_causal": smp.rank() == 1}
+    with pytest.raises(ValueError, match="is_causal=False on tp_rank 0 and True on tp_rank 1"):
+        job.model(**batch(smp.rank(), 3)[0])
+
+
 @on_ranks(2)
 def test_a_mask_that_is_no_tensor_is_refused(monkeypatch):
     from torch.nn.attention.flex_attention import create_block_mask
