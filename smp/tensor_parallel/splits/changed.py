@@ -42,6 +42,8 @@ def why_whole(module: nn.Module, plans: Collection[str], is_planned: _IsPlanned)
             return f"{its} has another {method} than its class"
         if path and (hook := inside_regions.kind_of(inner)):
             return f"{its} has a {hook}, which would see this rank's channels alone"
+        if inside_regions.is_parametrized(inner):
+            return f"{its} has a parametrization"
         if inner in adapted:
             continue
         if path and (reason := _of_inner(path, inner)):
@@ -90,8 +92,6 @@ def _of_inner(path: str, module: nn.Module) -> str:
     """The difference from a plan, of a module at a path in the planned one; ""."""
     cls = users_class(type(module))
     name = path.rpartition(".")[2].lower()
-    if "parametrizations" in module._modules:
-        return "has a parametrization"
     if _is_activation(name):
         return "" if _acts_by_element(module) else _MIXES
     if cls is nn.Linear or cls.__name__ == "Conv1D":

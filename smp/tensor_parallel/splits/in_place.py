@@ -14,7 +14,7 @@ import importlib.util
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -91,7 +91,10 @@ class _Splitting:
         self.model = model = self.compiled.root
         self.owners: dict[int, list[nn.Module]] = defaultdict(list)  # of a parameter, by id
         self.paths = {module: path for path, module in model.named_modules()}
+        self.parents: dict[nn.Module, list[nn.Module]] = defaultdict(list)
         for module in self.paths:
+            for child in module.children():
+                self.parents[child].append(module)
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self.owners[id(parameter)].append(module)
@@ -170,7 +173,7 @@ class _Splitting:
         ]
         if not modules:
             return
-        reasons = [_why_whole(one) for one in modules]
+        reasons = [_why_whole(one, self.parents[one]) for one in modules]
         own = bytes(map(bool, reasons))
         everyones = [own]
         if not group.is_traced():
@@ -355,9 +358,11 @@ def _is_planned(cls: type[nn.Module]) -> bool:
     return plan_of(cls) is not None
 
 
-def _why_whole(module: nn.Module) -> str:
+def _why_whole(module: nn.Module, parents: Iterable[nn.Module]) -> str:
     """This rank's reason to leave a module with a plan, or a leaf, whole; ""."""
     cls = type(module)
+    if reason := next(filter(None, map(adapters.why_whole, parents)), ""):
+        return reason
     if _is_planned(cls):
         return changed.why_whole(module, _named_in_family(cls, "IN_PLACE"), _is_planned)
     method = changed.method_of_instance(module)
