@@ -102,6 +102,7 @@ class _Splitting:
         self.out: list[Outcome] = []
         self.warned: dict[str, list[str]] = defaultdict(list)  # paths by reason
         self.trials: dict[int, str] = {}  # of a leaf of a user's class, by id
+        self.functions: dict[str, str] = {}  # by name of a script's, a path of a user
         self.done: set[int] = set()
         self.has_plans = False  # whether a part of a model of transformers is split in place
         self.replaced: dict[nn.Module, nn.Module] = {}
@@ -148,6 +149,8 @@ class _Splitting:
                     _carry_out(plan, module, path)
                     split_parameters.guard(module, path)
                     _watch(module, path)
+                    if name := changed.attention_function_of_script(module):
+                        self.functions.setdefault(name, path)
                     self.has_plans = True
                     keep_together(module)
                     in_plan = True
@@ -272,6 +275,14 @@ class _Splitting:
             where = f"'{paths[0]}'" if paths[0] else "the model"
             more = f" and {len(paths) - 1} more are" if len(paths) > 1 else " is"
             warnings.warn(f"smp: {where}{more} left whole: {reason}", stacklevel=6)
+        for name, path in self.functions.items():
+            warnings.warn(
+                f"smp: '{path}' is split, and its attention function '{name}' of the script's "
+                "own gets this rank's heads alone: where it has values by head, or reads "
+                "numbers of heads from the config, leave the attentions whole, "
+                "smp.set_tensor_parallelism(attention, False)",
+                stacklevel=6,
+            )
 
     def _shared_outside(self, module: nn.Module) -> str:
         """Why not to split a module alone: a parameter shared with others; or ""."""
