@@ -433,7 +433,10 @@ def test_positions_of_packed_sequences_are_gathered(name, monkeypatch):
         positions = torch.cat([torch.arange(n) for n in (2 + rank, 4 - rank)])
         return {"input_ids": ids, "position_ids": positions.expand(len(ids), -1)}, ids
 
-    WholeJob(made(name, attn_implementation="packed"), loss, batch).step(0)
+    net = made(name, attn_implementation="packed")
+    with pytest.warns(UserWarning, match="attention function 'packed' of the script's own"):
+        job = WholeJob(net, loss, batch)
+    job.step(0)
 
 
 class Block(nn.Module):
@@ -477,6 +480,31 @@ def test_padding_is_not_seen_where_a_layer_gets_no_mask(name, attention, monkeyp
             job.model(*batch(smp.rank(), 0))
         job.batch = lambda rank, step: batch(rank, step, uneven=False)
     job.step(0)
+
+
+@pytest.mark.parametrize("by", ["config", "call", "attribute"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@on_ranks(2, timeout_s=120)
+def test_a_decoder_that_sees_all_positions(name, by, monkeypatch):
+    """By an argument, which transformers 5 also takes from the config, or an attribute."""
+    compute_in_float64(monkeypatch, name)
+    split_over_all_ranks()
+    options = {"is_causal": False} if by == "config" else {}
+    given = {"is_causal": False} if by == "call" else {}
+
+    def batch(rank: int, step: int) -> tuple[dict[str, Any], Tensor]:
+        batch, ids = batch_of(name, rank, step)
+        return batch | given, ids
+
+    job = WholeJob(made(name, attn_implementation="sdpa", **options), loss, batch)
+    if by == "attribute":  # made so after the wrap
+        for module in [*job.net.modules(), *job.plain.modules()]:
+            if hasattr(module, "is_causal"):
+                module.is_causal = False
+    job.run(4)
+    given = {"is_causal": smp.rank() == 1}
+    with pytest.raises(ValueError, match="is_causal=False on tp_rank 0 and True on tp_rank 1"):
+        job.model(**batch(smp.rank(), 3)[0])
 
 
 @on_ranks(2)

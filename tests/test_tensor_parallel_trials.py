@@ -257,6 +257,10 @@ def normed(mlp: Any) -> None:
     nn.utils.parametrizations.weight_norm(mlp.down_proj)
 
 
+def parametrized(mlp: Any) -> None:
+    nn.utils.parametrize.register_parametrization(mlp.down_proj, "weight", nn.Identity())
+
+
 def an_activation(act: Any) -> Callable[[Any], None]:
     def change(mlp: Any) -> None:
         del mlp.act_fn
@@ -357,10 +361,100 @@ def test_a_leaf_with_another_forward_is_left_whole():
     job.step(0)
 
 
+class Shift(nn.Module):
+    """Adds a number for each of the last channels."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+class OfParameter(nn.Module):
+    """As peft's adapter of ``target_parameters``."""
+
+    def __init__(self, base: nn.Module, name: str) -> None:
+        super().__init__()
+        self.base_layer, self.parameter_name = base, name
+        self.shift = Shift(base.get_parameter(name).size(-1))
+
+    def forward(self, *args: Any) -> Any:
+        given = self.base_layer, self.parameter_name
+        nn.utils.parametrize.register_parametrization(*given, self.shift)
+        try:
+            return self.base_layer(*args)
+        finally:
+            nn.utils.parametrize.remove_parametrizations(*given, leave_parametrized=False)
+
+
+class Prompted(nn.Module):
+    """As peft's attention with an adaption prompt, of a llama."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.model = attention
+        self.adaption_prompt = nn.Parameter(torch.linspace(-1.0, 1.0, 48).view(1, 2, 24))
+
+    def forward(self, **given: Any) -> Any:
+        out, *rest = self.model(**given)
+        values = self.model.v_proj(self.adaption_prompt).view(1, 2, 3, 4)
+        prompted = self.model.o_proj(values.repeat_interleave(2, 2).flatten(2))
+        return out + prompted.mean(1, keepdim=True), *rest
+
+
+def adapt_experts(layer: Any) -> None:
+    layer.mlp.experts = OfParameter(layer.mlp.experts, "gate_up_proj")
+
+
+def adapt_linear(layer: Any) -> None:
+    layer.self_attn.o_proj = OfParameter(layer.self_attn.o_proj, "weight")
+
+
+def parametrize_experts(layer: Any) -> None:
+    nn.utils.parametrize.register_parametrization(
+        layer.mlp.experts, "down_proj", Shift(layer.mlp.experts.down_proj.size(-1))
+    )
+
+
+def prompt_attention(layer: Any) -> None:
+    layer.self_attn = Prompted(layer.self_attn)
+
+
+ADAPTED = {
+    adapt_experts: ("mlp.experts.base_layer", "a OfParameter, parametrizes its 'gate_up"),
+    adapt_linear: ("self_attn", "its 'o_proj' is a OfParameter"),
+    parametrize_experts: ("mlp.experts", "it has a parametrization"),
+    prompt_attention: ("self_attn.model", "a Prompted, calls its linears by itself"),
+}
+
+
+@pytest.mark.parametrize("number", range(len(ADAPTED)))
+@on_ranks(2, timeout_s=120)
+def test_a_module_stays_whole_in_an_adapter_that_needs_all_of_it(number, monkeypatch):
+    change, (path, reason) = list(ADAPTED.items())[number]
+    families.compute_in_float64(monkeypatch, "mixtral")
+    split_over_all_ranks()
+    net = families.made("mixtral")
+    change(net.model.layers[1])
+    path = f"model.layers.1.{path}"
+    with pytest.warns(UserWarning, match=f"'{path}' is left whole: .*{reason}"):
+        job = families.whole_job("mixtral", net)
+    assert [one.path for one in job.model._smp_split if one.reason] == [path]
+    job.run(2)
+    nn.utils.parametrize.register_parametrization(
+        net.model.layers[0].mlp.experts, "down_proj", nn.Identity()
+    )
+    with pytest.raises(RuntimeError, match="'model.layers.0.mlp.experts' has a parametri"):
+        job.model(**families.batch_of("mixtral", smp.rank(), 0)[0])
+
+
 LATER = {
     hook_before: "down_proj' has a forward pre-hook",
     an_activation(nn.Softmax(-1)): "act_fn' is another module than before",
     another_forward_inside: "down_proj' has another forward than its class",
+    parametrized: "down_proj' has a parametrization",
 }
 
 

@@ -34,7 +34,6 @@ def split_attention(attention: Any, path: str) -> None:
         # Flash attention finds packed sequences by position_ids.
         samples=("hidden_states", "position_embeddings", "position_ids"),
         masks=(("attention_mask", "hidden_states"),),
-        causal=attention.is_causal,
     )
     make_region(attention, region, path)
 

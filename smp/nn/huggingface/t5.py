@@ -26,12 +26,10 @@ def split_attention(attention: Any, path: str) -> None:
         keep_slice(attention.relative_attention_bias, "weight", slices)
         attention.relative_attention_bias.embedding_dim = attention.n_heads
     of_encoder = path.endswith("EncDecAttention")
-    is_causal = attention.is_decoder and not of_encoder
     masked = "key_value_states" if of_encoder else "hidden_states"
     region = Region(
         samples=("hidden_states", "key_value_states"),
         masks=(("mask", masked),),
-        causal=is_causal,
     )
     make_region(attention, region, path)
 

@@ -3,6 +3,8 @@
 An adapted linear is a module with the linear as ``base_layer``, and small ones as ``lora_A``
 (to the low rank) and ``lora_B`` (from it).  Each is a module or a dict of some, by the names of
 LoRA's own code and of peft.  The module adds ``lora_B(lora_A(x))`` to the linear's output.
+
+Some of peft's wrappers need all of the module inside on each rank: `why_whole`.
 """
 
 from typing import Any, NamedTuple
@@ -21,9 +23,30 @@ class Adapted(NamedTuple):
 def adapted(module: nn.Module) -> Adapted | None:
     """The parts of a module, if it is an adapted linear."""
     base = getattr(module, "base_layer", None)
-    if not isinstance(base, nn.Module):
+    if not isinstance(base, nn.Module) or _parameter_of(module):
         return None
     return Adapted(base, _linears(module, "lora_A"), _linears(module, "lora_B"))
+
+
+def why_whole(parent: nn.Module) -> str:
+    """The reason for a wrapper's module to stay whole; "": none, or no wrapper.
+
+    Args:
+        parent: of the module; as peft's of ``target_parameters`` and of adaption prompts.
+    """
+    its = f"its parent, a {type(parent).__name__},"
+    if name := _parameter_of(parent):
+        return f"{its} parametrizes its '{name}' in each call"
+    if "adaption_prompt" in parent._parameters:
+        return f"{its} calls its linears by itself"
+    return ""
+
+
+def _parameter_of(module: nn.Module) -> str:
+    """The name of the one parameter that a wrapper adapts; "": none."""
+    is_wrapper = isinstance(getattr(module, "base_layer", None), nn.Module)
+    name = getattr(module, "parameter_name", "") if is_wrapper else ""
+    return name if isinstance(name, str) else ""
 
 
 def _linears(module: nn.Module, name: str) -> list[Any]:

@@ -58,25 +58,39 @@ def watch(region: nn.Module, outer: str, inside: Mapping[str, Place]) -> None:
     region.__dict__[INSIDE_REGION] = outer, inside
 
 
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether a parameter is a function's value now (``torch.nn.utils.parametrize``)."""
+    return "parametrizations" in module._modules
+
+
 def refuse(region: nn.Module) -> None:
     """Refuse changes in a call of a region.
 
     Raises:
-        RuntimeError: a module inside has a hook or a ``forward`` of its own now, or another one
-            is in its place; the text names the module.
+        RuntimeError: a module inside has a hook, a ``forward`` or a parametrization now, or
+            another one is in its place; the text names the module.
     """
     outer, inside = region.__dict__.get(INSIDE_REGION, ("", {}))
+    changes = {outer: "has a parametrization"} if is_parametrized(region) else {}
     for path, place in inside.items():
-        found = kind_of(place.module)
-        change = f"has a {found}" if found else ""
-        if "forward" in place.module.__dict__:
-            change = "has another forward than its class"
-        if place.is_taken():
-            change = "is another module than before smp.DistributedModel"
-        if change:
-            raise RuntimeError(
-                f"smp: '{path}' {change}, and would act on this rank's channels of all "
-                f"tp_ranks' samples: '{outer}' is split over the TP_GROUP.  Change it before "
-                f"smp.DistributedModel, which then leaves '{outer}' whole where it has to, or "
-                f"put a hook on '{outer}' itself, where channels are whole"
-            )
+        if change := _change(place):
+            changes[path] = change
+    for path, change in changes.items():
+        raise RuntimeError(
+            f"smp: '{path}' {change}, and would act on this rank's channels of all "
+            f"tp_ranks' samples: '{outer}' is split over the TP_GROUP.  Change it before "
+            f"smp.DistributedModel, which then leaves '{outer}' whole where it has to, or "
+            f"put a hook on '{outer}' itself, where channels are whole"
+        )
+
+
+def _change(place: Place) -> str:
+    """The change of a module since the split; "": none."""
+    if place.is_taken():
+        return "is another module than before smp.DistributedModel"
+    if "forward" in place.module.__dict__:
+        return "has another forward than its class"
+    if is_parametrized(place.module):
+        return "has a parametrization"
+    found = kind_of(place.module)
+    return f"has a {found}" if found else ""

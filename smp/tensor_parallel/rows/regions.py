@@ -45,7 +45,7 @@ class Region(NamedTuple):
             is the hidden state, ``[samples, positions, ...]`` or ``[samples, ...]``.
         masks: names of arguments with masks of positions, ``[samples, ..., positions]``, each
             with the name of the masked argument.
-        causal: whether without a mask a position sees the earlier ones only; in a call None for
+        causal: in a call: whether without a mask a position sees the earlier ones only; None:
             unknown.
         sums: whether a tp_rank's output is its part of a sum, and the sum is led out; else
             a linear inside leads out.
@@ -254,9 +254,10 @@ def _enter(
         gathered, rows = _enter_alike(given)
         caches.refuse_gradients_of_others({**others, **named}, module, path)
     else:
-        called = region._replace(causal=_is_causal(module, region))
-        gathered, rows = _gather(called, path, given)
         arguments = {**others, **named}
+        asked = _asks_for_causal(module, arguments)
+        called = region._replace(causal=_is_causal(module, asked))
+        gathered, rows = _gather(called, path, given, asked)
         caches.refuse_others(arguments, module, path, gathered[region.samples[0]].size(0))
         caches.refuse_padding(arguments, path, uneven=rows.positions is not None)
     _gathered.rows = rows.of_call(path if within is None else within)
@@ -403,18 +404,44 @@ class _Argument(NamedTuple):
                 )
 
 
-def _is_causal(module: nn.Module, region: Region) -> bool | None:
+def _asks_for_causal(module: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether a call asks its attention function for causality, as transformers' ones read it.
+
+    The argument comes from the model's call or from its config.
+    """
+    asked = arguments.get("is_causal")
+    return bool(getattr(module, "is_causal", False) if asked is None else asked)
+
+
+def _is_causal(module: nn.Module, asked: bool) -> bool | None:
     """Whether a position sees the earlier ones only in a call without a mask.
 
     Only transformers' attention functions with kernels for causality do this.
     """
     function = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if not region.causal or function in (None, "eager"):
+    if not asked or function in (None, "eager"):
         return False
     return True if function == "sdpa" or "flash" in function else None
 
 
-def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str, Any], Rows]:
+def _check_causal_alike(path: str, everyones: Everyones) -> None:
+    """Make sure that the tp_ranks' calls ask for causality alike; the last word says it.
+
+    Raises:
+        ValueError: on every tp_rank alike.
+    """
+    asked = [bool(words[-1]) for words in everyones]
+    if len(set(asked)) > 1:
+        other = asked.index(not asked[0])
+        raise ValueError(
+            f"smp: '{path}' got is_causal={asked[0]} on tp_rank 0 and {asked[other]} on "
+            f"tp_rank {other}: the ranks of a TP_GROUP work on it together"
+        )
+
+
+def _gather(
+    region: Region, path: str, given: dict[str, Any], asks_for_causal: bool
+) -> tuple[dict[str, Any], Rows]:
     """The arguments with all tp_ranks' samples.  Collective over the TP_GROUP."""
     _refuse_masks_of_no_tensor(region, path, given)
     flat = {name: tree_flatten(value) for name, value in given.items()}
@@ -425,9 +452,11 @@ def _gather(region: Region, path: str, given: dict[str, Any]) -> tuple[dict[str,
     hidden = tensors[region.samples[0]][0]
     if hidden is None:
         raise TypeError(f"smp: '{path}' got no tensor as {region.samples[0]}")
-    mine = tuple(w for leaves in tensors.values() for t in leaves for w in _in_words(t, path))
+    words = [w for leaves in tensors.values() for t in leaves for w in _in_words(t, path)]
+    mine = (*words, int(asks_for_causal))
 
     def gathered(everyones: Everyones, signature: int) -> tuple[dict[str, Any], Rows]:
+        _check_causal_alike(path, everyones)
         arguments = _arguments(path, tensors, everyones)
         return _gather_all(region, given, flat, arguments, signature)
 

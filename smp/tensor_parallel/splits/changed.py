@@ -6,12 +6,14 @@ may act otherwise on this rank's channels.
 """
 
 import copy
+import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from smp.marks import REGION
 from smp.modules.stand_ins import users_class
 from smp.tensor_parallel.rows import adapters, inside_regions
 
@@ -42,6 +44,8 @@ def why_whole(module: nn.Module, plans: Collection[str], is_planned: _IsPlanned)
             return f"{its} has another {method} than its class"
         if path and (hook := inside_regions.kind_of(inner)):
             return f"{its} has a {hook}, which would see this rank's channels alone"
+        if inside_regions.is_parametrized(inner):
+            return f"{its} has a parametrization"
         if inner in adapted:
             continue
         if path and (reason := _of_inner(path, inner)):
@@ -52,6 +56,19 @@ def why_whole(module: nn.Module, plans: Collection[str], is_planned: _IsPlanned)
         if adapters.adapted(inner) is not None:
             adapted.update(inner.modules())
     return ""
+
+
+def attention_function_of_script(module: nn.Module) -> str:
+    """The name of a split attention's function, if a script has registered it; ""."""
+    regions = (one for one in module.modules() if REGION in one.__dict__)
+    masked = next((one for one in regions if one.__dict__[REGION][0].masks), None)
+    name = getattr(getattr(masked, "config", None), "_attn_implementation", None)
+    modeling = sys.modules.get("transformers.modeling_utils")
+    functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", {})
+    if name is None or name not in functions:
+        return ""
+    library = str(getattr(functions[name], "__module__", "")).partition(".")[0]
+    return "" if library in ("transformers", "kernels") else name
 
 
 def _of_class(cls: type[nn.Module], plans: Collection[str]) -> str:
@@ -90,8 +107,6 @@ def _of_inner(path: str, module: nn.Module) -> str:
     """The difference from a plan, of a module at a path in the planned one; ""."""
     cls = users_class(type(module))
     name = path.rpartition(".")[2].lower()
-    if "parametrizations" in module._modules:
-        return "has a parametrization"
     if _is_activation(name):
         return "" if _acts_by_element(module) else _MIXES
     if cls is nn.Linear or cls.__name__ == "Conv1D":

@@ -14,7 +14,7 @@ import importlib.util
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -91,7 +91,10 @@ class _Splitting:
         self.model = model = self.compiled.root
         self.owners: dict[int, list[nn.Module]] = defaultdict(list)  # of a parameter, by id
         self.paths = {module: path for path, module in model.named_modules()}
+        self.parents: dict[nn.Module, list[nn.Module]] = defaultdict(list)
         for module in self.paths:
+            for child in module.children():
+                self.parents[child].append(module)
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self.owners[id(parameter)].append(module)
@@ -99,6 +102,7 @@ class _Splitting:
         self.out: list[Outcome] = []
         self.warned: dict[str, list[str]] = defaultdict(list)  # paths by reason
         self.trials: dict[int, str] = {}  # of a leaf of a user's class, by id
+        self.functions: dict[str, str] = {}  # by name of a script's, a path of a user
         self.done: set[int] = set()
         self.has_plans = False  # whether a part of a model of transformers is split in place
         self.replaced: dict[nn.Module, nn.Module] = {}
@@ -145,6 +149,8 @@ class _Splitting:
                     _carry_out(plan, module, path)
                     split_parameters.guard(module, path)
                     _watch(module, path)
+                    if name := changed.attention_function_of_script(module):
+                        self.functions.setdefault(name, path)
                     self.has_plans = True
                     keep_together(module)
                     in_plan = True
@@ -170,7 +176,7 @@ class _Splitting:
         ]
         if not modules:
             return
-        reasons = [_why_whole(one) for one in modules]
+        reasons = [_why_whole(one, self.parents[one]) for one in modules]
         own = bytes(map(bool, reasons))
         everyones = [own]
         if not group.is_traced():
@@ -269,6 +275,14 @@ class _Splitting:
             where = f"'{paths[0]}'" if paths[0] else "the model"
             more = f" and {len(paths) - 1} more are" if len(paths) > 1 else " is"
             warnings.warn(f"smp: {where}{more} left whole: {reason}", stacklevel=6)
+        for name, path in self.functions.items():
+            warnings.warn(
+                f"smp: '{path}' is split, and its attention function '{name}' of the script's "
+                "own gets this rank's heads alone: where it has values by head, or reads "
+                "numbers of heads from the config, leave the attentions whole, "
+                "smp.set_tensor_parallelism(attention, False)",
+                stacklevel=6,
+            )
 
     def _shared_outside(self, module: nn.Module) -> str:
         """Why not to split a module alone: a parameter shared with others; or ""."""
@@ -355,9 +369,11 @@ def _is_planned(cls: type[nn.Module]) -> bool:
     return plan_of(cls) is not None
 
 
-def _why_whole(module: nn.Module) -> str:
+def _why_whole(module: nn.Module, parents: Iterable[nn.Module]) -> str:
     """This rank's reason to leave a module with a plan, or a leaf, whole; ""."""
     cls = type(module)
+    if reason := next(filter(None, map(adapters.why_whole, parents)), ""):
+        return reason
     if _is_planned(cls):
         return changed.why_whole(module, _named_in_family(cls, "IN_PLACE"), _is_planned)
     method = changed.method_of_instance(module)

@@ -53,8 +53,7 @@ def attention(
         setattr(entered, heads, own // size)
     for name in widths:
         setattr(entered, name, own)
-    region = Region(samples, masks, causal=getattr(entered, "is_causal", False))
-    _enter(module, path, entry, region)
+    _enter(module, path, entry, Region(samples, masks))
 
 
 def mlp(module: nn.Module, path: str, *, column: str, row: str, entry: str = "") -> None:
