@@ -97,6 +97,23 @@ def test_a_step_becomes_a_trace_with_every_request(tmp_path):
     ElementTree.fromstring((tmp_path / "step.svg").read_text())
 
 
+@on_ranks(2)
+def test_torchs_profiler_sees_a_step_with_its_stacks():
+    """It looks for the caller of each module."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = smp.DistributedModel(Net())
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x))
+
+    step(model, torch.ones(4, 4))
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(with_stack=True, experimental_config=everywhere) as profile:
+        step(model, torch.ones(4, 4))
+    assert "aten::linear" in {event.key for event in profile.key_averages()}
+
+
 @on_ranks(1)
 def test_without_a_pipeline_the_trace_is_empty_and_whole(tmp_path):
     smp.init({})

@@ -149,7 +149,8 @@ bool smp_exchange_tried(smp_exchange *exchange, char why[SMP_DRIVER_TEXT]);
 /* Waits (for a second at most) for the copies under way.  False: they do not end. */
 bool smp_exchange_rest(const smp_exchange *exchange);
 
-/* Closes the others' memory, after such a wait.  False: it stays open. */
+/* Closes the others' memory, when no stream of the core has work (device/streams.h);
+ * waits for that for a second at most.  False: it stays open. */
 bool smp_exchange_close(smp_exchange *exchange);
 
 /* Takes it, after close, and readers[0 .. n) with their references.  Its memory is
