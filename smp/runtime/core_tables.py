@@ -2,7 +2,6 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
@@ -44,20 +43,11 @@ def install(rt: Runtime) -> None:
                 owners.append(owner)
                 paths.append(f"{path}.{name}".lstrip("."))
         remote_modules.number_runs(named_modules, its.runs, len(entries))
-        entries += [(_called(entry.callable), *entry[1:]) for entry in its.entries]
+        entries += [tuple(entry) for entry in its.entries]
     _core.set_entries(entries)
     _core.set_gates(rt.tables.gates if len(rt.tables.gates) else None)
     _core.set_names(modules, parameters, owners, paths)
     install_gradients(rt, models)
-
-
-def _called(function: Callable) -> Callable:
-    """The function in a frame of Python: torch's profiler looks for the caller of a module."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return call
 
 
 def install_gradients(rt: Runtime, models: list[LiveModel]) -> None:

@@ -119,6 +119,7 @@ def _functions(rt: Runtime) -> dict[str, Callable[..., Any]]:
         "raised_there": failures.raised_there,
         "refuse_changed": shared_memory.refuse_changed,
         "call_hooked": hooks.call_hooked,
+        "serve": hooks.serve,
         "serve_hooked": hooks.serve_hooked,
         "warn_of_tensor": call_warnings.warn_of_tensor,
         "warn_of_hook": call_warnings.warn_of_hook,

@@ -34,6 +34,11 @@ smp_run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject 
         function = smp_the_session.run_first;
         named = Py_None;
     }
+    if (function == entry->callable && smp_the_session.serve != NULL && given != NULL) {
+        Py_SETREF(given, PyTuple_Pack(3, function, given, named));
+        function = smp_the_session.serve;
+        named = Py_None;
+    }
     if (given == NULL || (!(flags & SMP_FLAG_GRAD) && smp_torch_set_grad(false) < 0)) {
         Py_XDECREF(given);
         return NULL;

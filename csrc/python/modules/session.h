@@ -53,7 +53,9 @@ typedef struct {
     PyObject *describe_error; /* exception, path, microbatch, phase -> value */
     PyObject *raised_there;   /* describe_error's value -> the exception to raise */
     PyObject *refuse_changed; /* path, args, kwargs, tensor, tensors: raises */
-    PyObject *call_hooked;    /* module, args, kwargs: a remote call around hooks */
+    PyObject *serve; /* callable, args, kwargs -> result, in a frame of Python: torch's
+                        profiler looks for the caller of a module; NULL: without */
+    PyObject *call_hooked; /* module, args, kwargs: a remote call around hooks */
     PyObject
         *serve_hooked; /* module, args, kwargs, bare, inputs: pre-hooks and forward */
     PyObject

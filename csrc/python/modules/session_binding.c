@@ -239,6 +239,7 @@ py_configure(PyObject *module, PyObject *args, PyObject *kwargs)
         {"raised_there", &session->raised_there},
         {"refuse_changed", &session->refuse_changed},
         {"call_hooked", &session->call_hooked},
+        {"serve", &session->serve},
         {"serve_hooked", &session->serve_hooked},
         {"warn_of_tensor", &session->warn_of_tensor},
         {"warn_of_hook", &session->warn_of_hook},
