@@ -471,9 +471,15 @@ class DistributedModel(live_models.LiveModel):
         )
 
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters owned by this rank, with their names; tied ones once."""
+        """The parameters owned by this rank, with their names; tied ones once.
+
+        Raises:
+            RuntimeError: one has been added after the partition.
+        """
         parts, pp_rank = self._smp_record.parts, self._smp_record.rt.pp_rank
         for name, parameter in self._smp_module.named_parameters():
+            if parts is not None and name not in parts.owners:
+                late_modules.refuse_parameter(name, parameter)
             if parts is None or parts.owners[name] == pp_rank:
                 yield name, parameter
 

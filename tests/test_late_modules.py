@@ -122,6 +122,14 @@ def test_what_nobody_decided_about_is_refused(name):
 
 
 @on_ranks(2)
+def test_a_parameter_put_in_between_steps_is_named():
+    model = partitioned()
+    model.module.near.register_parameter("more", nn.Parameter(torch.ones(1)))
+    with pytest.raises(RuntimeError, match=r"'near.more' \[1\] cannot be added after the part"):
+        list(model.local_parameters())
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("name", LET_THROUGH)
 def test_what_needs_no_decision_is_let_through(name):
     model = partitioned()

@@ -454,14 +454,10 @@ LATER = {
     hook_before: "down_proj' has a forward pre-hook",
     an_activation(nn.Softmax(-1)): "act_fn' is another module than before",
     another_forward_inside: "down_proj' has another forward than its class",
-    parametrized: "down_proj' has a parametrization",
 }
 
 
-@pytest.mark.parametrize("number", range(len(LATER)))
-@on_ranks(2, 4, timeout_s=120)
-def test_what_is_changed_inside_of_what_is_split_already_is_refused(number, monkeypatch):
-    change, what = list(LATER.items())[number]
+def refuse_in_the_next_step(change: Callable, what: str, monkeypatch: Any) -> None:
     families.compute_in_float64(monkeypatch, "llama")
     stages = int(os.environ["OMPI_COMM_WORLD_SIZE"]) // 2
     smp.init({"tensor_parallel_degree": 2, "pipeline_parallel_degree": stages})
@@ -472,3 +468,14 @@ def test_what_is_changed_inside_of_what_is_split_already_is_refused(number, monk
     change(mlp)
     with pytest.raises(RuntimeError, match=f"'model.layers.0.mlp.{what}"):
         job.step(1)
+
+
+@pytest.mark.parametrize("number", range(len(LATER)))
+@on_ranks(2, 4, timeout_s=120)
+def test_what_is_changed_inside_of_what_is_split_already_is_refused(number, monkeypatch):
+    refuse_in_the_next_step(*list(LATER.items())[number], monkeypatch)
+
+
+@on_ranks(2)
+def test_a_parametrization_inside_of_what_is_split_already_is_refused(monkeypatch):
+    refuse_in_the_next_step(parametrized, "down_proj' has a parametrization", monkeypatch)

@@ -7,6 +7,7 @@ harmless: both are let through.
 """
 
 from collections.abc import Iterator
+from typing import NoReturn
 from weakref import WeakValueDictionary, finalize
 
 from torch import Tensor, nn
@@ -119,9 +120,16 @@ def _check_parameter(parent: nn.Module, name: str, parameter: nn.Parameter | Non
     elif parent._parameters.get(name) is not None or held.get(name) is parameter:
         return
     elif _since[id(wrapped_of(parent))] == _PARTITION:
-        path = f"{above}.{name}".lstrip(".")
-        raise RuntimeError(
-            f"smp: parameter '{path}' {list(parameter.shape)} cannot be added after the "
-            "partition, which decided about the parameters that the model had: add it before "
-            "its first step"
-        )
+        refuse_parameter(f"{above}.{name}".lstrip("."), parameter)
+
+
+def refuse_parameter(path: str, parameter: nn.Parameter) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: the parameter has come after the partition.
+    """
+    raise RuntimeError(
+        f"smp: parameter '{path}' {list(parameter.shape)} cannot be added after the "
+        "partition, which decided about the parameters that the model had: add it before "
+        "its first step"
+    )
