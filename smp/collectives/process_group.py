@@ -7,7 +7,8 @@ the methods by its own names; `opts` are its option objects.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -505,7 +506,7 @@ class ProcessGroup(dist.ProcessGroup):
             return "the ranks are on several hosts"
         meet = self._group.meet_devices
         limit_s, memory = self._limit(opts), self._ranks.gather_bytes
-        try:
+        with self._attended():
             try:
                 why = meet(inputs, _tuples(outputs), limit_s, memory)
             except BufferError:
@@ -513,6 +514,11 @@ class ProcessGroup(dist.ProcessGroup):
                 why = meet([dense.dense(own) for own in inputs], copies, limit_s, memory)
             core_warnings.pass_on()
             return why
+
+    @contextmanager
+    def _attended(self) -> Iterator[None]:
+        try:
+            yield
         except dist.DistBackendError:
             raise
         except BaseException:  # of a signal's handler, perhaps
@@ -539,13 +545,8 @@ class ProcessGroup(dist.ProcessGroup):
             self._group.run(ALL_GATHER, [own], [out], 0, 0, 1.0, None, None, self._limit_s)
             return out.view(self.size(), -1).tolist()
 
-        try:
+        with self._attended():
             return gather_times.measure(self.size(), device, by_copies, by_nccl, all_of)
-        except dist.DistBackendError:
-            raise
-        except BaseException:  # of a signal's handler, perhaps
-            self._ranks.attend()
-            raise
 
     def _nccl_gathers_faster(self, outputs: Sequence) -> bool:
         """Whether NCCL does, and has the dtype; alike on all ranks."""
