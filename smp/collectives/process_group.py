@@ -549,7 +549,7 @@ class ProcessGroup(dist.ProcessGroup):
             return gather_times.measure(self.size(), device, by_copies, by_nccl, all_of)
 
     def _nccl_gathers_faster(self, outputs: Sequence) -> bool:
-        """Whether NCCL does, and has the dtype; alike on all ranks."""
+        """Whether NCCL serves a call, as the faster way with the dtype; alike on all ranks."""
         times = self._gather_times or ()
         if self._coalesced is not None or not any(each.is_nccl_ahead for each in times):
             return False

@@ -237,6 +237,37 @@ TEST_RANK(a_capture_in_another_thread_stays_whole, .processes = "2")
     w->barrier(w);
 }
 
+/* The capture stays whole, too, and later tensors go between the devices. */
+DEVICE_TEST(a_read_by_a_captured_stream_is_refused, .processes = "2")
+{
+    char           why[SMP_DRIVER_TEXT];
+    smp_message   *message;
+    letter         l;
+    bool           taken;
+    smp_device_use use;
+
+    shake_hands(w, u);
+    settle(u);
+    w->barrier(w);
+    if (w->rank == 0) {
+        send_x(w, u, 1, 8, 5000, &taken);
+        CHECK(taken);
+        send_x(w, u, 1, 9, 5000, &taken);
+        CHECK(taken);
+    } else {
+        receive(w, &message, &l);
+        u->stand_in->begin_capture(u->stream);
+        CHECK_STATUS(read_y(u, message, &l, why), SMP_ERR_SYSTEM);
+        CHECK(strstr(why, "captured") != NULL && u->stand_in->end_capture());
+        u->right = 0;
+        receive_y(w, u);
+        settle(u);
+        CHECK(u->right == 1);
+    }
+    smp_device_measure(u->port, &use);
+    CHECK_TEXT(use.why, "");
+}
+
 DEVICE_TEST(a_tensor_is_what_it_was_when_it_was_sent, .processes = "2", .threads = "3")
 {
     uint64_t       random = (uint64_t)w->rank + 5;

@@ -179,8 +179,8 @@ struct smp_import {
     bool              is_open;
 };
 
-static smp_lock    lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES);
-static smp_import *every_import;
+static smp_lock    lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES); /* guards every_import */
+static smp_import *every_import;                           /* linked by every */
 
 static void
 add_to_all(smp_import *one)
