@@ -136,6 +136,7 @@ class _Counters(TypedDict):
     lost: int  # the lost rank; -1
     device_tensors: int
     device_bytes: int
+    device_landed: int  # tensors of them that were copied once
     device_fallbacks: int
     device_in_use: int
     device_high: int

@@ -3,12 +3,13 @@
 Spec: design.md, section 6 (same host, GPU); ``csrc/comm/device/port.h``.  Without a GPU
 the pretended accelerator's driver is the stand-in of ``tests/core/stand_in.c``, whose
 copies are late; with one the same tests run on ``"cuda"``.  The C library by itself is in
-``tests/core/device_test.c``.
+``tests/core/device_test.c`` and ``landings_test.c``.
 """
 
 import ctypes
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ from tests.ranks import on_ranks
 
 WIDTH = 64
 BATCH = 256  # rows: tensors of 64 KiB
+LARGE = 4096  # rows of tensors that land, in a microbatch of two as well
 
 on_gpus = pytest.mark.parametrize("device", DEVICES[1:])
+of_each_size = pytest.mark.parametrize("rows", [BATCH, LARGE])
 
 
 def begin(device: str, **config) -> torch.device:
@@ -56,13 +59,13 @@ def train_step(model, x):
     return loss.detach()
 
 
-def train(device: str, steps: int, **config) -> list[torch.Tensor]:
+def train(device: str, steps: int, rows: int = BATCH, **config) -> list[torch.Tensor]:
     """Losses and then parameters of this rank, on the host."""
     on = begin(device, **config)
     torch.manual_seed(3)
     model = chain_on(on)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    inputs = [torch.randn(BATCH, WIDTH) for _ in range(steps)]
+    inputs = [torch.randn(rows, WIDTH) for _ in range(steps)]
     got = []
     for x in inputs:
         optimizer.zero_grad()
@@ -71,25 +74,34 @@ def train(device: str, steps: int, **config) -> list[torch.Tensor]:
     return got + [p.detach().cpu() for p in model.local_parameters()]
 
 
+def memory(device: str, rows: int = LARGE) -> AbstractContextManager[None]:
+    """In the block large tensors can land: they lie where the driver knows them."""
+    pretended = device == accelerator.NAME and rows == LARGE
+    return accelerator.memory_of_driver() if pretended else nullcontext()
+
+
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 @on_ranks(2)
 @on_gpus
-def test_results_are_those_of_the_way_through_host_memory(device):
+@of_each_size
+def test_results_are_those_of_the_way_through_host_memory(device, rows):
     """The device pool moves bytes and changes none; the report says that it was used."""
-    through_host = train(device, steps=6, comm_device_pool_bytes=0)
+    through_host = train(device, steps=6, rows=rows, comm_device_pool_bytes=0)
     assert _core.counters()["device_tensors"] == 0
     assert "device pool" not in str(smp.comm_report())
     assert "pinned in the pool: 64.0 MiB" in str(smp.comm_report())
     smp.reset()
 
-    got = train(device, steps=6)
+    with memory(device, rows):
+        got = train(device, steps=6, rows=rows)
 
     assert same(got, through_host)
     report = smp.comm_report()
     assert report.device_pool_why == ""
+    assert (report.device_pool_landed > 0) == (rows == LARGE)
     assert report.device_pool_tensors >= 8
     assert report.device_pool_fallbacks <= 4  # before both know each other's pools
     assert 0 < report.device_pool_high <= report.device_pool_bytes == 256 << 20
@@ -119,7 +131,8 @@ def Keeps(self, x):
 
 @on_ranks(2)
 @on_gpus
-def test_neither_side_sees_what_the_other_writes(device):
+@of_each_size
+def test_neither_side_sees_what_the_other_writes(device, rows):
     """Zero copy never aliases."""
     on = begin(device, microbatches=1)
     model = chain_on(on, Keeps())
@@ -135,12 +148,41 @@ def test_neither_side_sees_what_the_other_writes(device):
                 seen[-1].add_(0)  # what came back is this rank's own
         return torch.stack([one.sum() for one in seen])
 
-    with torch.no_grad():
-        step(model, torch.zeros(BATCH, WIDTH).to(on))  # it keeps 5
-        sums = step(model, torch.zeros(BATCH, WIDTH).to(on)).outputs[0].cpu()
+    with torch.no_grad(), memory(device, rows):
+        step(model, torch.zeros(rows, WIDTH).to(on))  # it keeps 5
+        sums = step(model, torch.zeros(rows, WIDTH).to(on)).outputs[0].cpu()
 
     assert _core.counters()["device_tensors"] > 4
-    assert (sums / (BATCH * WIDTH)).tolist() == [5, 0, 1, 2, 3, 4]
+    assert (sums / (rows * WIDTH)).tolist() == [5, 0, 1, 2, 3, 4]
+    assert (_core.counters()["device_landed"] > 0) == (rows == LARGE)
+
+
+@module_of(lambda: {"linear": nn.Linear(1, 1)})
+def Turns(self, x):
+    """The same bytes in another dtype."""
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.float32)
+
+
+@on_ranks(2)
+@on_gpus
+def test_a_tensor_lands_where_one_of_another_dtype_was_expected(device):
+    on = begin(device, microbatches=1)
+    model = chain_on(on, Turns())
+
+    @smp.step
+    def step(model, x):
+        turned = [model.module.second(x.view(dtype) + i) for i, dtype in enumerate(dtypes)]
+        return [one.sum(dtype=torch.float64) for one in turned]
+
+    x = torch.arange(LARGE * WIDTH, dtype=torch.float32).reshape(LARGE, WIDTH)
+    dtypes = [torch.float32, torch.float32, torch.int32, torch.int32, torch.float32]
+    with torch.no_grad(), memory(device):
+        for _ in range(3):
+            got = [one.outputs[0].cpu() for one in step(model, x.to(on))]
+
+    want = [Turns()(x.view(d) + i).sum(dtype=torch.float64) for i, d in enumerate(dtypes)]
+    assert torch.equal(torch.stack(got), torch.stack(want))
+    assert _core.counters()["device_landed"] > 0
 
 
 @on_ranks(2)

@@ -45,7 +45,8 @@ class CommReport:
     pool_fallbacks: int
     device_pool_bytes: int = 0  # 0: none (yet)
     device_pool_high: int = 0
-    device_pool_tensors: int = 0
+    device_pool_tensors: int = 0  # sent in the device pool, or ...
+    device_pool_landed: int = 0  # ... of these, into memory that the receiver had posted
     device_pool_fallbacks: int = 0
     device_pool_why: str = ""  # the reason for having none, in the driver's words
     pinned_bytes: int = 0  # of the pool, for tensors of the GPU through host memory
@@ -112,7 +113,8 @@ class CommReport:
         if self.device_pool_bytes == 0:
             return []
         return [
-            f"device pool: {self.device_pool_tensors} tensors, at most "
+            f"device pool: {self.device_pool_tensors} tensors, {self.device_pool_landed} of "
+            "them straight into the receiver's memory, at most "
             f"{_mib(self.device_pool_high)} MiB at a time, of "
             f"{_mib(self.device_pool_bytes)} MiB; {through_host}"
         ]
@@ -159,6 +161,7 @@ def comm_report() -> CommReport:
         device_pool_bytes=counters.get("device_size", 0),
         device_pool_high=counters.get("device_high", 0),
         device_pool_tensors=counters.get("device_tensors", 0),
+        device_pool_landed=counters.get("device_landed", 0),
         device_pool_fallbacks=counters.get("device_fallbacks", 0),
         device_pool_why=counters.get("device_why", ""),
         pinned_bytes=counters.get("pinned_bytes", 0),

@@ -81,7 +81,7 @@ extern void __lsan_disable(void) __attribute__((weak));
 
 /* A stream of the core's with work that does not end, as behind a dead rank's event:
  * nothing of this process's devices does, until end_stuck(). */
-static void *
+static inline void *
 begin_stuck(const user *u)
 {
     char  why[SMP_DRIVER_TEXT];
@@ -93,7 +93,7 @@ begin_stuck(const user *u)
     return stream;
 }
 
-static void
+static inline void
 end_stuck(const user *u, void *stream)
 {
     u->stand_in->hold(false);

@@ -113,6 +113,12 @@ static smp_retired_list retired_pools = {
 
 /* -------------------------------------------------------------------- in use */
 
+size_t
+smp_device_pool_end(size_t bytes, int ranks)
+{
+    return bytes + SMP_TRIAL_BYTES + (size_t)ranks * SMP_LANDINGS_TRIAL_BYTES;
+}
+
 /* Writes the pattern for a reader's trial; the context is current. */
 static bool
 write_pattern(const smp_device_pool *pool, void *stream, size_t at,
@@ -142,7 +148,9 @@ make_memory(smp_device_pool *pool, void *stream, size_t bytes,
     }
     made = smp_driver_ok(
         driver, "cuMemAlloc",
-        driver->alloc(&pool->base, smp_driver_blocks(bytes + SMP_TRIAL_BYTES)), why);
+        driver->alloc(&pool->base,
+                      smp_driver_blocks(smp_device_pool_end(bytes, pool->own->nrings))),
+        why);
     if (made &&
         (!smp_driver_ok(driver, "cuIpcGetMemHandle",
                         driver->memory_export(&card->memory, pool->base), why) ||

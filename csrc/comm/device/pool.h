@@ -2,7 +2,8 @@
  *
  * One allocation, made for the first tensor, exported once, shown on the segment's
  * card.  It is not memory of PyTorch's allocator, because expandable segments cannot be
- * exported.  A pattern lies behind its end, for its readers.
+ * exported.  A pattern lies behind its end, for its readers, and then room for a
+ * pattern of each rank: so a way is tried in both directions.
  *
  * Status     Run by ranks on one shared H100, not yet between two GPUs; the tests have
  *            a stand-in for the driver (tests/core/stand_in.c).
@@ -38,6 +39,9 @@ typedef struct {
     smp_segment *segment; /* owned: one reference; NULL: none */
     pid_t        pid;
 } smp_device_reader;
+
+/* The bytes of a pool with all its patterns. */
+size_t smp_device_pool_end(size_t bytes, int ranks);
 
 /* Makes and shows it; `bytes` are rounded up to a multiple of 64.  `stream` writes the
  * pattern.  Holds references to the device's primary context and to `own`, the segment

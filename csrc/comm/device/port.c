@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "comm/device/allocations.h"
+#include "comm/device/landings.h"
 #include "comm/device/pool.h"
 #include "comm/device/trial.h"
 #include "comm/memory/block.h"
@@ -28,11 +29,12 @@ typedef struct {
     pid_t        pid;
     uint64_t     base; /* its pool, as this process sees it; 0: not open */
     void        *events[SMP_DEVICE_SPANS]; /* owned; its spans'; NULL: not opened yet */
+    smp_landing_peer landings;
 } reader_of;
 
-/* A copy under way out of another's pool. */
+/* A tensor under way: a copy out of another's pool, or a wait for a landing. */
 typedef struct reading {
-    struct reading *next;  /* owned; in the order of the copies */
+    struct reading *next;  /* owned; in the order of their begin */
     void           *event; /* owned */
     smp_block      *block; /* owned; NULL: this one is free to use */
 } reading;
@@ -61,6 +63,8 @@ struct smp_device_port {
     reading *last;
     reading *spare; /* owned */
 
+    smp_landings *landings; /* owned; NULL: not open yet, or no memory */
+
     _Atomic(smp_device_pool *) pool;  /* owned */
     _Atomic int                state; /* port_state; `why` is written before SHUT */
     char                       why[SMP_DRIVER_TEXT];
@@ -68,6 +72,7 @@ struct smp_device_port {
     _Atomic bool     useless; /* no rank can open the pool: it has no memory */
     _Atomic uint64_t tensors;
     _Atomic uint64_t sent;
+    _Atomic uint64_t landed;
     _Atomic uint64_t fallbacks;
 };
 
@@ -167,6 +172,7 @@ is_open(smp_device_port *port, int number)
             return false;
         }
         atomic_store(&port->pool, pool);
+        port->landings = smp_landings_create(port->driver, port->own, port->bytes);
     }
     return state_of(port) == PORT_OPEN && port->number == number;
 }
@@ -208,11 +214,40 @@ span_event(const smp_device_port *port, reader_of *peer, uint32_t slot,
                          port->driver->event_open(&peer->events[slot], handle), why);
 }
 
+/* Writes a pattern behind a pool as tensors go into landings, and reads it back:
+ * reading has been tried. */
+static smp_trial_result
+try_writing(const smp_device_port *port, const reader_of *peer, void *stream,
+            char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver      *driver = port->driver;
+    const smp_device_card *its = peer->segment->device;
+    const size_t           bytes = SMP_LANDINGS_TRIAL_BYTES;
+    uint64_t               pattern = peer->base + its->bytes;
+    uint64_t to = pattern + SMP_TRIAL_BYTES + (uint64_t)port->rank * bytes;
+    uint64_t seed = its->seed ^ (uint64_t)smp_clock_ns();
+
+    const uint64_t copies[][2] = {
+        {to, port->arrived}, {port->arrived, pattern}, {port->arrived, to}};
+
+    if (!smp_trial_write(driver, port->arrived, bytes, seed, stream, why)) {
+        return SMP_TRIAL_FAILED;
+    }
+    for (int i = 0; i < 3; i++) {
+        if (!smp_driver_ok(driver, "cuMemcpyDtoDAsync",
+                           driver->copy(copies[i][0], copies[i][1], bytes, stream),
+                           why)) {
+            return SMP_TRIAL_FAILED;
+        }
+    }
+    return smp_trial_read(driver, port->arrived, bytes, seed, stream, why);
+}
+
 /* Copies the pattern out of a pool as tensors will be, on a stream of its own: the
  * port's may have to wait for tensors.  Takes `written`, the pattern's event; the
  * context is current. */
 static smp_trial_result
-try_pool(smp_device_port *port, const reader_of *peer, void *written,
+try_pool(smp_device_port *port, reader_of *peer, void *written,
          char why[SMP_DRIVER_TEXT])
 {
     const smp_driver      *driver = port->driver;
@@ -220,6 +255,8 @@ try_pool(smp_device_port *port, const reader_of *peer, void *written,
     smp_trial_result       result = SMP_TRIAL_FAILED;
     void                  *stream;
 
+    peer->landings.imports =
+        (smp_imports){.driver = driver, .context = port->context, .owner = its->owner};
     if (!smp_trial_came(driver, written, why) ||
         !smp_stream_create(driver, port->context, &stream, why)) {
         (void)driver->event_destroy(written);
@@ -233,6 +270,12 @@ try_pool(smp_device_port *port, const reader_of *peer, void *written,
                       why)) {
         result = smp_trial_read(driver, port->arrived, SMP_TRIAL_BYTES, its->seed,
                                 stream, why);
+    }
+    if (result == SMP_TRIAL_RIGHT) {
+        smp_trial_result writing = try_writing(port, peer, stream, why);
+
+        peer->landings.works = writing == SMP_TRIAL_RIGHT;
+        result = writing == SMP_TRIAL_FAILED ? writing : result;
     }
     if (result == SMP_TRIAL_FAILED) {
         port->trial = stream;
@@ -270,8 +313,9 @@ open_and_try(smp_device_port *port, int rank, reader_of *peer)
     smp_trial_result  result;
     char              why[SMP_DRIVER_TEXT];
 
-    smp_imports_make_way(its->owner, 0, its->base,
-                         smp_driver_blocks(its->bytes + SMP_TRIAL_BYTES));
+    smp_imports_make_way(
+        its->owner, 0, its->base,
+        smp_driver_blocks(smp_device_pool_end(its->bytes, port->size)));
     /* No way between the two devices or processes: not a failure. */
     if (!smp_driver_ok(
             driver, "cuIpcOpenMemHandle",
@@ -456,6 +500,40 @@ copy_out(smp_device_port *port, int dest, uint64_t data, size_t bytes, void *str
     return block;
 }
 
+/* The copy into a landing of the receiver, if there is one; as copy_out. */
+static smp_block *
+copy_there(smp_device_port *port, reader_of *peer, uint64_t data, size_t bytes,
+           void *stream)
+{
+    smp_device_card *its = peer->segment->device;
+    smp_block       *block = NULL;
+    uint32_t         number = 0;
+    uint64_t         at;
+    bool             begun = false;
+
+    if (!smp_driver_enter(port->driver, port->context, port->why)) {
+        shut(port);
+        return NULL;
+    }
+    if (!smp_landing_take(&peer->landings, port->driver, its, port->rank, bytes,
+                          &number, &at, port->why)) {
+        shut(port);
+    } else if (at != 0) {
+        if (!copy_between(port, at, data, bytes, stream, NULL,
+                          peer->landings.written[number], &begun, port->why)) {
+            if (!begun) {
+                atomic_store(&its->landings[number].state, SMP_LANDING_OPEN);
+            } /* else the landing is never used again */
+            shut(port);
+        } else if (smp_block_landing(peer->segment, number, bytes, &block) != SMP_OK) {
+            block = NULL;
+            atomic_store(&its->landings[number].state, SMP_LANDING_LEFT);
+        }
+    }
+    smp_driver_leave(port->driver);
+    return block;
+}
+
 /* Whether every other rank of this host has tried to open the own pool, in vain. */
 static bool
 all_refuse(smp_device_port *port)
@@ -506,7 +584,14 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
     if (is_open(port, device) && !is_captured(port, stream, &known) && known) {
         switch (atomic_load(&peer->segment->device->pools[port->rank])) {
         case SMP_READER_OPEN:
-            block = copy_out(port, dest, data, bytes, stream);
+            if (peer->landings.works) {
+                block = copy_there(port, peer, data, bytes, stream);
+            }
+            if (block != NULL) {
+                atomic_fetch_add(&port->landed, 1);
+            } else if (state_of(port) == PORT_OPEN) {
+                block = copy_out(port, dest, data, bytes, stream);
+            }
             break;
         case SMP_READER_REFUSED:
             if (all_refuse(port)) {
@@ -560,6 +645,32 @@ put_spare(smp_device_port *port, reading *r)
     port->spare = r;
 }
 
+static void
+add_reading(smp_device_port *port, reading *r, smp_block *block)
+{
+    r->block = block;
+    r->next = NULL;
+    if (port->first == NULL) {
+        port->first = r;
+    } else {
+        port->last->next = r;
+    }
+    port->last = r;
+}
+
+/* Its tensor has come. */
+static void
+end_reading(smp_device_port *port, reading *r)
+{
+    if (r->block->lands) {
+        smp_landings_done(port->landings, r->block->slot);
+        smp_block_forget(r->block);
+    } else {
+        smp_block_release(r->block);
+    }
+    r->block = NULL;
+}
+
 /* The copy out of the pool; the context is current.  *running: the block must be kept.
  */
 static bool
@@ -584,14 +695,53 @@ copy_in(smp_device_port *port, reader_of *peer, smp_block *block, uint64_t to,
         return false;
     }
     *running = true;
-    r->block = block;
-    r->next = NULL;
-    if (port->first == NULL) {
-        port->first = r;
-    } else {
-        port->last->next = r;
+    add_reading(port, r, block);
+    return true;
+}
+
+/* The same for a landing of this rank: waits for its writing, and copies it if `to` is
+ * not in its memory.  Else the memory is the caller's. */
+static bool
+copy_from_landing(smp_device_port *port, reader_of *peer, smp_block *block, uint64_t to,
+                  void *stream, bool *running, char why[SMP_DRIVER_TEXT])
+{
+    const smp_driver *driver = port->driver;
+    uint64_t          at;
+    void             *of;
+    void             *came;
+    reading          *r;
+    bool              begun = false;
+    bool              done;
+
+    *running = false;
+    if (smp_landings_see(port->landings, block->slot, &at, &of) == NULL) {
+        memcpy(why, "there is no such landing", sizeof("there is no such landing"));
+        return false;
     }
-    port->last = r;
+    came = smp_landings_came(port->landings, block->slot, &peer->landings, why);
+    r = came == NULL ? NULL : spare_reading(port, why);
+    if (r == NULL) {
+        return false;
+    }
+    if (to == at) {
+        done = smp_driver_ok(driver, "cuStreamWaitEvent",
+                             driver->stream_wait(stream, came, 0), why) &&
+               smp_driver_ok(driver, "cuEventRecord",
+                             driver->event_record(r->event, stream), why);
+    } else {
+        done = copy_between(port, to, at, block->bytes, stream, came, r->event, &begun,
+                            why);
+    }
+    if (!done) {
+        *running = begun && !comes_to_rest(port, port->stream);
+        put_spare(port, r);
+        return false;
+    }
+    if (to == at) {
+        smp_landings_give(port->landings, block->slot);
+    }
+    *running = true;
+    add_reading(port, r, block);
     return true;
 }
 
@@ -610,10 +760,11 @@ smp_device_get(smp_device_port *port, int source, smp_block *block, uint64_t to,
         memcpy(why, "a CUDA graph is being captured",
                sizeof("a CUDA graph is being captured"));
     } else if (peer == NULL || peer->base == 0 || block->data != NULL ||
-               block->segment != peer->segment) {
+               block->segment != (block->lands ? port->own : peer->segment)) {
         memcpy(why, "its pool is not open here", sizeof("its pool is not open here"));
     } else if (smp_driver_enter(port->driver, port->context, why)) {
-        done = copy_in(port, peer, block, to, stream, &running, why);
+        done = (block->lands ? copy_from_landing : copy_in)(port, peer, block, to,
+                                                            stream, &running, why);
         smp_driver_leave(port->driver);
     }
     if (!running) {
@@ -641,9 +792,72 @@ smp_device_sweep(smp_device_port *port)
     while ((r = port->first) != NULL &&
            port->driver->event_query(r->event) == SMP_DRIVER_OK) {
         port->first = r->next;
-        smp_block_release(r->block);
-        r->block = NULL;
+        end_reading(port, r);
         put_spare(port, r);
+    }
+    smp_driver_leave(port->driver);
+}
+
+/* ---------------------------------------------------------------------- landings */
+
+void *
+smp_device_landing(const smp_device_port *port, const smp_block *block, uint64_t *at,
+                   void **stream)
+{
+    return block->lands && block->segment == port->own && port->landings != NULL
+               ? smp_landings_see(port->landings, block->slot, at, stream)
+               : NULL;
+}
+
+bool
+smp_device_wants_landing(smp_device_port *port, int source, size_t bytes)
+{
+    const reader_of *peer = port->peers[source];
+
+    return peer != NULL && port->landings != NULL && state_of(port) == PORT_OPEN &&
+           smp_landings_want(port->landings, source, &peer->landings, bytes);
+}
+
+bool
+smp_device_offer_landing(smp_device_port *port, int source, uint64_t at, size_t bytes,
+                         void *stream, void *memory, void (*let_go)(void *memory))
+{
+    char why[SMP_DRIVER_TEXT];
+    bool offered = false;
+
+    if (smp_driver_enter(port->driver, port->context, why)) {
+        offered = smp_landings_offer(port->landings, source, at, bytes, stream, memory,
+                                     let_go);
+        smp_driver_leave(port->driver);
+    }
+    return offered;
+}
+
+static smp_landing_peer *
+landing_peer(void *of, int rank)
+{
+    const smp_device_port *port = of;
+
+    return port->peers[rank] == NULL ? NULL : &port->peers[rank]->landings;
+}
+
+void
+smp_device_end_step(smp_device_port *port)
+{
+    char why[SMP_DRIVER_TEXT];
+
+    smp_device_sweep(port);
+    if (port->landings == NULL || state_of(port) != PORT_OPEN ||
+        !smp_driver_enter(port->driver, port->context, why)) {
+        return;
+    }
+    smp_landings_end_step(port->landings, landing_peer, port);
+    for (int r = 0; r < port->size; r++) {
+        /* Closing waits for the device, which may wait for a dead rank. */
+        if (port->peers[r] != NULL && smp_streams_rest(0)) {
+            smp_landing_drop_gone(&port->peers[r]->landings,
+                                  port->peers[r]->segment->device);
+        }
     }
     smp_driver_leave(port->driver);
 }
@@ -683,6 +897,7 @@ close_pools(smp_device_port *port)
         if (peer == NULL || peer->base == 0) {
             continue;
         }
+        smp_landing_peer_end(&peer->landings, port->driver, false);
         for (uint32_t i = 0; i < SMP_DEVICE_SPANS; i++) {
             if (peer->events[i] != NULL) {
                 (void)port->driver->event_destroy(peer->events[i]);
@@ -703,7 +918,7 @@ free_readings(smp_device_port *port, reading *r, bool destroy)
             (void)port->driver->event_destroy(r->event);
         }
         if (r->block != NULL && destroy) {
-            smp_block_release(r->block);
+            end_reading(port, r);
         } else if (r->block != NULL) {
             smp_block_forget(r->block);
         }
@@ -750,6 +965,12 @@ smp_device_port_destroy(smp_device_port *port)
     quiet = entered && smp_streams_rest(smp_clock_ns() + FINISH_NS);
     free_readings(port, port->first, quiet);
     free_readings(port, port->spare, quiet);
+    smp_landings_destroy(port->landings, !quiet);
+    for (int r = 0; r < port->size && !quiet; r++) {
+        if (port->peers[r] != NULL) {
+            smp_landing_peer_end(&port->peers[r]->landings, port->driver, true);
+        }
+    }
     if (quiet) {
         close_pools(port);
         (void)port->driver->event_destroy(port->fence);
@@ -792,6 +1013,7 @@ smp_device_measure(smp_device_port *port, smp_device_use *use)
     *use = (smp_device_use){
         .tensors = atomic_load(&port->tensors),
         .bytes = atomic_load(&port->sent),
+        .landed = atomic_load(&port->landed),
         .fallbacks = atomic_load(&port->fallbacks),
         .in_use = memory.in_use,
         .high = memory.high,

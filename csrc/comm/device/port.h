@@ -13,6 +13,8 @@
  *     user's stream                   ...memory of y |                \-> ...reads y
  *
  * The user's stream waits for the first copy too: work after the send may write x.
+ * A tensor of a size that came before is copied once, into memory that the receiver has
+ * offered for it, a landing (comm/device/landings.h).
  *
  * A rank has one port and a port one device, the first one used.
  *
@@ -26,11 +28,10 @@
  *            a stand-in for the driver (tests/core/stand_in.c).  Between devices of
  *            other hosts there is no path of this kind: tensors go through host memory.
  * Ownership  put gives a block to the caller, get takes one, also on an error.
- * Threads    put, get, meet, sweep: one at a time (the server's baton guarantees it).
- *            measure, device: any.
- * Errors     put has none: for NULL the tensor goes through host memory.  After a
- *            failure of the driver the port is shut, on this rank; `why` of measure has
- *            the driver's words.
+ * Threads    put, get, meet, landings, sweep: one at a time (the server's baton
+ * guarantees it).  let_go: the caller's, or destroy's. measure, device: any. Errors put
+ * has none: for NULL the tensor goes through host memory.  After a failure of the
+ * driver the port is shut, on this rank; `why` of measure has the driver's words.
  */
 #ifndef SMP_COMM_DEVICE_PORT_H
 #define SMP_COMM_DEVICE_PORT_H
@@ -59,8 +60,9 @@ typedef struct {
 
 /* The values of smp_device_measure(); counts since create. */
 typedef struct {
-    uint64_t    tensors;   /* sent in the pool */
+    uint64_t    tensors;   /* sent in the pool, or into landings */
     uint64_t    bytes;     /* of them */
+    uint64_t    landed;    /* of the tensors: copied once, into landings */
     uint64_t    fallbacks; /* sent through host memory to a rank of this host */
     uint64_t    in_use;    /* bytes of the pool, now */
     uint64_t    high;      /* the most of in_use */
@@ -103,6 +105,24 @@ smp_block *smp_device_put(smp_device_port *port, int dest, int device, uint64_t 
  * there.  SMP_ERR_SYSTEM with `why`. */
 smp_status smp_device_get(smp_device_port *port, int source, smp_block *block,
                           uint64_t to, void *stream, char why[SMP_DRIVER_TEXT]);
+
+/* The memory of a received block in a landing, with its address and the stream it was
+ * allocated on; NULL: it is in a pool.  After get() to that address the memory is the
+ * caller's. */
+void *smp_device_landing(const smp_device_port *port, const smp_block *block,
+                         uint64_t *at, void **stream);
+
+/* A tensor of `bytes` has come from `source`: whether memory for the next one is to be
+ * offered.  Then `bytes` at `at`, just allocated for use on `stream`, are: part of
+ * `memory`, which is taken, until let_go(memory) or its return by smp_device_landing().
+ * False: it is still the caller's. */
+bool smp_device_wants_landing(smp_device_port *port, int source, size_t bytes);
+bool smp_device_offer_landing(smp_device_port *port, int source, uint64_t at,
+                              size_t bytes, void *stream, void *memory,
+                              void (*let_go)(void *memory));
+
+/* A step is over: sweeps, and takes back what was offered in vain. */
+void smp_device_end_step(smp_device_port *port);
 
 /* Gives back the blocks with finished copies; put() and get() do it too. */
 void smp_device_sweep(smp_device_port *port);

@@ -68,6 +68,17 @@ smp_block_on_device(smp_segment *segment, uint32_t slot, uint64_t offset, size_t
     return make_handle(segment, slot, NULL, offset, bytes, out);
 }
 
+smp_status
+smp_block_landing(smp_segment *segment, uint32_t landing, size_t bytes, smp_block **out)
+{
+    smp_status status = make_handle(segment, landing, NULL, 0, bytes, out);
+
+    if (status == SMP_OK) {
+        (*out)->lands = true;
+    }
+    return status;
+}
+
 void
 smp_block_list_put(smp_block_list *list, smp_block *block)
 {
@@ -112,8 +123,15 @@ smp_block_forget(smp_block *block)
 void
 smp_block_hand_over(smp_block *block)
 {
-    atomic_store_explicit(&block->segment->device->states[block->slot], SMP_SLOT_SENT,
-                          memory_order_release);
+    smp_device_card *card = block->segment->device;
+
+    if (block->lands) {
+        atomic_store_explicit(&card->landings[block->slot].state, SMP_LANDING_SENT,
+                              memory_order_release);
+    } else {
+        atomic_store_explicit(&card->states[block->slot], SMP_SLOT_SENT,
+                              memory_order_release);
+    }
     smp_block_forget(block);
 }
 
@@ -121,11 +139,19 @@ smp_block_hand_over(smp_block *block)
 static void
 give_back(void *arg)
 {
-    smp_block        *block = arg;
-    _Atomic uint32_t *states =
-        block->data == NULL ? block->segment->device->states : block->segment->states;
+    smp_block       *block = arg;
+    smp_device_card *card = block->segment->device;
 
-    atomic_store_explicit(&states[block->slot], SMP_SLOT_FREE, memory_order_release);
+    if (block->lands) {
+        atomic_store_explicit(&card->landings[block->slot].state, SMP_LANDING_LEFT,
+                              memory_order_release);
+    } else {
+        _Atomic uint32_t *states =
+            block->data == NULL ? card->states : block->segment->states;
+
+        atomic_store_explicit(&states[block->slot], SMP_SLOT_FREE,
+                              memory_order_release);
+    }
     smp_block_forget(block);
 }
 

@@ -1,5 +1,5 @@
-/* Memory for one tensor: in a segment, in this process's own memory, or in the device
- * pool of a segment's owner.
+/* Memory for one tensor: in a segment, in this process's own memory, in the device pool
+ * of a segment's owner, or in a landing of the receiver (comm/memory/device_card.h).
  *
  * The struct's members, and all functions from smp_block_private() on, are for the
  * files of csrc/comm alone.
@@ -30,8 +30,9 @@ void smp_block_release(smp_block *block);
 struct smp_block {
     void        *data; /* in the segment, or behind this struct; NULL: on a device */
     size_t       bytes;
-    smp_segment *segment;    /* owned: one reference; NULL: private memory */
-    uint32_t     slot;       /* of the segment, or of its device card */
+    smp_segment *segment; /* owned: one reference; NULL: private memory */
+    bool         lands;   /* it is a landing of the segment's owner */
+    uint32_t     slot; /* of the segment, or of its device card; the landing's number */
     uint64_t     offset;     /* in the device pool; 0 for others */
     uint32_t     generation; /* smp_fork_generation() when made */
     uint32_t     epoch;      /* smp_fork_epoch() when made */
@@ -56,6 +57,10 @@ smp_status smp_block_shared(smp_segment *segment, uint32_t slot, uint64_t offset
 smp_status smp_block_on_device(smp_segment *segment, uint32_t slot, uint64_t offset,
                                size_t bytes, smp_block **out);
 
+/* The same for a taken landing of the segment's owner. */
+smp_status smp_block_landing(smp_segment *segment, uint32_t landing, size_t bytes,
+                             smp_block **out);
+
 void       smp_block_list_put(smp_block_list *list, smp_block *block);
 smp_block *smp_block_list_get(smp_block_list *list); /* NULL: empty */
 
@@ -67,7 +72,8 @@ void smp_block_list_clear(smp_block_list *list);
 void smp_block_forget(smp_block *block);
 
 /* The same for one on a device, before the receiver can see it: from now on it comes
- * back from the receiver, or after the receiver's death (comm/device/pool.h). */
+ * back from the receiver, or after the receiver's death (comm/device/pool.h).  A
+ * landing is its owner's again. */
 void smp_block_hand_over(smp_block *block);
 
 #endif

@@ -17,6 +17,19 @@
  * send to it or open its pool, give up likewise, and set theirs to the same rank: so a
  * broken path is off for all ranks of the host that send each other tensors.
  *
+ * A *landing* is memory of the owner for a tensor that one other rank sends: that rank
+ * writes the tensor there itself (comm/device/landings.h).  The owner writes all but
+ * `written`:
+ *
+ *   NONE -> OPEN            the memory is shown, to rank `source` alone
+ *   OPEN -> NONE            the owner takes it back
+ *   OPEN -> TAKEN           `source` writes, or looks whether it can ...
+ *   TAKEN -> OPEN, REFUSED    ... not yet, or never
+ *   TAKEN -> SENT           its message is under way
+ *   SENT -> NONE            the tensor has come, and is the owner's
+ *   TAKEN, SENT -> LEFT     the message does not come, or is dropped
+ *   LEFT, REFUSED -> NONE   the owner has seen it
+ *
  * The card shows the slabs of the owner's arena for tensors on their way through host
  * memory, too (comm/device/pinned.h): each is written before `nslabs` counts it, once.
  *
@@ -33,6 +46,15 @@
 /* The most tensors in a pool at a time; each has an event of its own. */
 #define SMP_DEVICE_SPANS 512u
 
+/* The most landings of a rank. */
+#define SMP_LANDINGS 64u
+
+/* The most allocations named as gone that a reader can be behind. */
+#define SMP_LANDINGS_GONE 64u
+
+/* Bytes of each rank's pattern, behind the pool's own: to try the way of landings. */
+#define SMP_LANDINGS_TRIAL_BYTES 4096u
+
 /* The most slabs, and blocks in each at a time. */
 #define SMP_PINNED_SLABS 16u
 #define SMP_PINNED_SLOTS 1024u
@@ -47,6 +69,28 @@ enum {
     SMP_READER_CLOSED
 };
 
+enum {
+    SMP_LANDING_NONE = 0,
+    SMP_LANDING_OPEN,
+    SMP_LANDING_TAKEN,
+    SMP_LANDING_SENT,
+    SMP_LANDING_LEFT,
+    SMP_LANDING_REFUSED
+};
+
+typedef struct {
+    _Atomic uint32_t  state;  /* SMP_LANDING_* */
+    _Atomic int32_t   source; /* like all below, as it was when it became OPEN */
+    _Atomic uint64_t  bytes;  /* of the tensor */
+    uint64_t          offset; /* in its allocation (comm/device/allocations.h): */
+    uint64_t          identity;
+    uint64_t          base;
+    uint64_t          allocated;
+    smp_driver_handle memory;
+    smp_driver_handle ready;   /* an event: the memory is free to be written */
+    smp_driver_handle written; /* an event of source's: the tensor is there */
+} smp_landing;
+
 /* A part of the arena. */
 typedef struct {
     uint64_t offset;
@@ -57,7 +101,8 @@ typedef struct {
     _Atomic uint32_t shown;     /* SMP_POOL_*; the seven below are written before it */
     _Atomic uint32_t distrusts; /* 1 + the rank whose trial failed, as messages
                                 name it; 0: none */
-    uint64_t          bytes;    /* of the pool; SMP_TRIAL_BYTES of a pattern follow */
+    uint64_t bytes;             /* of the pool; SMP_TRIAL_BYTES of a pattern follow,
+                                   and each rank's SMP_LANDINGS_TRIAL_BYTES */
     uint64_t          seed;     /* of the pattern (common/pattern.h) */
     uint64_t          owner;    /* smp_allocations_owner() */
     uint64_t          base;     /* the owner's address */
@@ -66,6 +111,10 @@ typedef struct {
     smp_driver_handle
                      events[SMP_DEVICE_SPANS]; /* written before the slot's first use */
     _Atomic uint32_t states[SMP_DEVICE_SPANS]; /* SMP_SLOT_* */
+    smp_landing      landings[SMP_LANDINGS];
+    _Atomic uint64_t
+             ngone; /* allocations of landings that the owner has let go, so far */
+    uint64_t gone[SMP_LANDINGS_GONE]; /* the last ones: number i at i % the size */
     _Atomic uint32_t nslabs;
     smp_pinned_slab  slabs[SMP_PINNED_SLABS];
     _Atomic uint32_t pools[]; /* by rank: SMP_READER_* of this rank */

@@ -456,16 +456,17 @@ py_counters(PyObject *module, PyObject *unused)
     smp_device_measure(smp_comm_device(smp_the_session.comm), &device);
     smp_pinned_measure(smp_comm_pinned(smp_the_session.comm), &pinned);
     return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i,s:i,s:K,s:K,s:K,s:K,s:K,s:K,s:s,s:K,s:s}",
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:i,s:i,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:s,s:K,"
+        "s:s}",
         "messages", stats.messages, "bytes", stats.bytes, "pool_blocks",
         stats.pool_blocks, "pool_fallbacks", stats.pool_fallbacks, "pool_in_use",
         stats.pool_in_use, "pool_high", stats.pool_high, "pool_made", stats.pool_made,
         "pool_size", stats.pool_size, "left", left, "lost",
         smp_comm_lost(smp_the_session.comm), "device_tensors", device.tensors,
-        "device_bytes", device.bytes, "device_fallbacks", device.fallbacks,
-        "device_in_use", device.in_use, "device_high", device.high, "device_size",
-        device.size, "device_why", device.why, "pinned_bytes", pinned.bytes,
-        "pinned_why", pinned.why);
+        "device_bytes", device.bytes, "device_landed", device.landed,
+        "device_fallbacks", device.fallbacks, "device_in_use", device.in_use,
+        "device_high", device.high, "device_size", device.size, "device_why",
+        device.why, "pinned_bytes", pinned.bytes, "pinned_why", pinned.why);
 }
 
 /* peers() -> [(transport or None, messages sent, bytes sent), ...] by pp_rank */

@@ -141,7 +141,7 @@ py_step(PyObject *module, PyObject *args)
     status = smp_server_step(session->server, session->step, schedule, &end);
     Py_END_ALLOW_THREADS;
     session->in_step = false;
-    smp_device_sweep(smp_comm_device(session->comm));
+    smp_device_end_step(smp_comm_device(session->comm));
     Py_CLEAR(session->run_root);
     smp_context_forget();
     session->ended_well = status == SMP_OK && kind < 0;

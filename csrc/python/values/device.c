@@ -71,6 +71,74 @@ smp_device_allocate(dl_device device, dl_dtype dtype, int64_t length, const char
     return tensor;
 }
 
+/* Such memory is a reference to a tensor; from any thread. */
+static void
+let_go(void *memory)
+{
+    PyGILState_STATE before = PyGILState_Ensure();
+
+    Py_DECREF((PyObject *)memory);
+    PyGILState_Release(before);
+}
+
+/* So many elements in a row, with *at, on the device's stream. */
+static PyObject *
+allocate_row(dl_device device, const smp_tensor_meta *meta, uint64_t *at,
+             const char *what)
+{
+    size_t    length = meta->bytes / smp_element_bytes(meta->dtype);
+    PyObject *row = smp_device_allocate(device, meta->dtype, (int64_t)length, what);
+    dl_tensor t;
+
+    if (row != NULL && smp_torch.dlpack->borrow(row, &t) != 0) {
+        Py_CLEAR(row);
+    }
+    if (row != NULL) {
+        *at = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+    }
+    return row;
+}
+
+/* The tensor that the sender's device has written, if it can be had as it is. */
+static PyObject *
+landed_row(const smp_device_port *port, const smp_block *block,
+           const smp_tensor_meta *meta, const void *stream, uint64_t *at)
+{
+    void     *its_stream;
+    PyObject *row = smp_device_landing(port, block, at, &its_stream);
+    dl_tensor t;
+
+    if (row == NULL || its_stream != stream) {
+        return NULL; /* PyTorch would give its memory back on another stream */
+    }
+    if (smp_torch.dlpack->borrow(row, &t) != 0) {
+        PyErr_Clear();
+        return NULL;
+    }
+    return memcmp(&t.dtype, &meta->dtype, sizeof(t.dtype)) == 0 ? row : NULL;
+}
+
+/* Memory for the next tensor of this size; without it that one goes through the pool.
+ */
+static void
+offer_next(smp_device_port *port, int source, dl_device device,
+           const smp_tensor_meta *meta, void *stream)
+{
+    PyObject *row;
+    uint64_t  at;
+
+    if (!smp_device_wants_landing(port, source, (size_t)meta->bytes)) {
+        return;
+    }
+    row = allocate_row(device, meta, &at, "memory for the next tensor");
+    if (row == NULL) {
+        PyErr_Clear(); /* the device is full */
+    } else if (!smp_device_offer_landing(port, source, at, (size_t)meta->bytes, stream,
+                                         row, let_go)) {
+        Py_DECREF(row);
+    }
+}
+
 PyObject *
 smp_device_unpack(smp_comm *comm, int source, smp_block *block,
                   const smp_tensor_meta *meta)
@@ -78,7 +146,8 @@ smp_device_unpack(smp_comm *comm, int source, smp_block *block,
     smp_device_port *port = smp_comm_device(comm);
     dl_device  device = {.type = meta->device.type, .id = smp_device_number(port)};
     PyObject  *row = NULL;
-    dl_tensor  t;
+    PyObject  *landed = NULL;
+    uint64_t   at;
     void      *stream;
     char       why[SMP_DRIVER_TEXT];
     smp_status status;
@@ -88,28 +157,30 @@ smp_device_unpack(smp_comm *comm, int source, smp_block *block,
             "a tensor in a pool of a device that this rank does not have");
         goto err_release;
     }
-    row = smp_device_allocate(device, meta->dtype,
-                              (int64_t)(meta->bytes / smp_element_bytes(meta->dtype)),
-                              "memory for a tensor that arrives");
-    if (row == NULL || smp_torch.dlpack->borrow(row, &t) != 0 ||
-        smp_device_stream(device, &stream) != 0) {
+    if (smp_device_stream(device, &stream) != 0) {
         goto err_release;
     }
-    status = smp_device_get(port, source, block,
-                            (uint64_t)(uintptr_t)t.data + t.byte_offset, stream, why);
+    landed = landed_row(port, block, meta, stream, &at);
+    if (landed == NULL) {
+        row = allocate_row(device, meta, &at, "memory for a tensor that arrives");
+        if (row == NULL) {
+            goto err_release;
+        }
+    }
+    status = smp_device_get(port, source, block, at, stream, why);
     if (status != SMP_OK) {
         PyErr_Format(PyExc_RuntimeError,
                      "smp: a tensor in the device pool of %s cannot be read: "
                      "%s [%s]",
                      smp_rank_name(source), why, smp_status_name(status));
-        Py_DECREF(row);
+        Py_XDECREF(row);
         return NULL;
     }
-    return row;
+    offer_next(port, source, device, meta, stream);
+    return landed != NULL ? landed : row;
 
 err_release:
     smp_block_release(block);
-    Py_XDECREF(row);
     return NULL;
 }
 

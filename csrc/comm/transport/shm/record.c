@@ -28,6 +28,9 @@ padded(size_t bytes)
 smp_place
 smp_record_place(const smp_block *block, const smp_segment *own)
 {
+    if (block->lands) {
+        return SMP_IN_LANDING;
+    }
     if (block->segment == own) {
         return block->data == NULL ? SMP_ON_DEVICE : SMP_IN_ARENA;
     }
@@ -68,7 +71,7 @@ smp_record_write(void *to, smp_record_kind kind, const void *bytes, size_t nbyte
         if (refs[i].place == SMP_IN_ARENA) {
             refs[i].slot = block->slot;
             refs[i].offset = (uint64_t)((uint8_t *)block->data - own->arena);
-        } else if (refs[i].place == SMP_ON_DEVICE) {
+        } else if (refs[i].place == SMP_ON_DEVICE || refs[i].place == SMP_IN_LANDING) {
             refs[i].slot = block->slot;
             refs[i].offset = block->offset;
         } else if (refs[i].place == SMP_IN_RECORD) {
@@ -80,11 +83,12 @@ smp_record_write(void *to, smp_record_kind kind, const void *bytes, size_t nbyte
 
 /* Makes block i from its ref.  *inlined: the remaining bytes of inline blocks. */
 static smp_status
-read_block(const ref *r, const uint8_t **inlined, size_t *left, smp_segment *theirs,
-           smp_block **out, size_t *missing)
+read_block(const ref *r, const uint8_t **inlined, size_t *left, int source,
+           smp_segment *theirs, smp_segment *own, smp_block **out, size_t *missing)
 {
-    uint64_t   pool;
-    smp_status status;
+    const smp_landing *landing;
+    uint64_t           pool;
+    smp_status         status;
 
     switch (r->place) {
     case SMP_IN_RECORD:
@@ -112,6 +116,14 @@ read_block(const ref *r, const uint8_t **inlined, size_t *left, smp_segment *the
             return SMP_ERR_MALFORMED;
         }
         return smp_block_on_device(theirs, r->slot, r->offset, r->bytes, out);
+    case SMP_IN_LANDING:
+        landing = &own->device->landings[r->slot % SMP_LANDINGS];
+        if (r->slot >= SMP_LANDINGS ||
+            atomic_load(&landing->state) != SMP_LANDING_SENT ||
+            landing->source != source || landing->bytes != r->bytes) {
+            return SMP_ERR_MALFORMED;
+        }
+        return smp_block_landing(own, r->slot, r->bytes, out);
     case SMP_IN_STREAM:
         (*missing)++;
         return SMP_OK;
@@ -122,7 +134,8 @@ read_block(const ref *r, const uint8_t **inlined, size_t *left, smp_segment *the
 
 smp_status
 smp_record_read(const void *from, size_t n, int source, smp_segment *theirs,
-                smp_message **out, smp_record_kind *kind, size_t *missing)
+                smp_segment *own, smp_message **out, smp_record_kind *kind,
+                size_t *missing)
 {
     head           h;
     smp_message   *message;
@@ -158,12 +171,13 @@ smp_record_read(const void *from, size_t n, int source, smp_segment *theirs,
     inlined = message->bytes + padded(h.nbytes);
     *missing = 0;
     for (size_t i = 0; i < h.nblocks && status == SMP_OK; i++) {
-        status =
-            read_block(&refs[i], &inlined, &left, theirs, &message->blocks[i], missing);
+        status = read_block(&refs[i], &inlined, &left, source, theirs, own,
+                            &message->blocks[i], missing);
     }
     /* A record in a block is read by this process itself. */
     if (status == SMP_OK && (left != 0 || (h.kind == SMP_RECORD_SPILLED &&
-                                           refs[0].place == SMP_ON_DEVICE))) {
+                                           (refs[0].place == SMP_ON_DEVICE ||
+                                            refs[0].place == SMP_IN_LANDING)))) {
         status = SMP_ERR_MALFORMED;
     }
     if (status != SMP_OK) {

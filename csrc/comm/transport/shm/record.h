@@ -31,10 +31,11 @@ typedef enum {
 
 /* The place of a block's bytes. */
 typedef enum {
-    SMP_IN_RECORD = 1, /* at the record's end */
-    SMP_IN_ARENA = 2,  /* in the sender's arena */
-    SMP_IN_STREAM = 3, /* they come separately, in order */
-    SMP_ON_DEVICE = 4, /* in the sender's device pool */
+    SMP_IN_RECORD = 1,  /* at the record's end */
+    SMP_IN_ARENA = 2,   /* in the sender's arena */
+    SMP_IN_STREAM = 3,  /* they come separately, in order */
+    SMP_ON_DEVICE = 4,  /* in the sender's device pool */
+    SMP_IN_LANDING = 5, /* in a landing of the receiver */
 } smp_place;
 
 /* The place of a block for its travel; `own` is the sender's segment. */
@@ -49,10 +50,11 @@ void smp_record_write(void *to, smp_record_kind kind, const void *bytes, size_t 
                       smp_block *const *blocks, size_t nblocks, const smp_segment *own);
 
 /* Makes a message of the record at `from`.  Its writer (`source`, owner of the segment
- * `theirs`) may still be changing it: every byte is read once.  Separate blocks are
- * NULL, *missing of them.  A spilled record's message has one block, the record.
- * SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY. */
+ * `theirs`) may still be changing it: every byte is read once.  `own` is the reader's.
+ * Separate blocks are NULL, *missing of them.  A spilled record's message has one
+ * block, the record. SMP_ERR_MALFORMED, SMP_ERR_NO_MEMORY. */
 smp_status smp_record_read(const void *from, size_t n, int source, smp_segment *theirs,
-                           smp_message **out, smp_record_kind *kind, size_t *missing);
+                           smp_segment *own, smp_message **out, smp_record_kind *kind,
+                           size_t *missing);
 
 #endif

@@ -206,6 +206,7 @@ put_record(peer *p, smp_record_kind kind, const void *bytes, size_t nbytes,
             smp_block_forget(block);
             break;
         case SMP_ON_DEVICE:
+        case SMP_IN_LANDING:
             smp_block_hand_over(block);
             break;
         case SMP_IN_RECORD:
@@ -283,8 +284,8 @@ shm_send(void *arg, int dest, const void *bytes, size_t nbytes,
 static smp_status
 read_record(peer *p, const void *from, size_t bytes, smp_message **out)
 {
-    return smp_record_read(from, bytes, p->rank, p->segment, out, &p->partial_kind,
-                           &p->missing);
+    return smp_record_read(from, bytes, p->rank, p->segment, p->self->host->segment,
+                           out, &p->partial_kind, &p->missing);
 }
 
 /* Takes the next record out of the ring; partial stays NULL when there is none. */
