@@ -5,8 +5,8 @@
 Ten tensors of 64 MiB (``--mib``) in a row from pp_rank 0 to a module of pp_rank 1, whose
 answer to the last one has an element of it, through the device pool and through host memory.
 Each rank has its own GPU, or both share the only one.
-The plain copy is PyTorch's, from the one GPU to the other, or inside the only one; the pool
-makes two.  Every tensor that arrives is checked before anything is timed.
+The plain copy is PyTorch's, from the one GPU to the other, or inside the only one; a tensor makes
+two of them, or one where the receiver has offered memory.  Every tensor that arrives is checked before anything is timed.
 
 Without a GPU it says so and ends; ``--stand-in`` runs it all the same, on the tests'
 pretended accelerator, to try the program: such times say nothing.

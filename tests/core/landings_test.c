@@ -253,6 +253,29 @@ DEVICE_TEST(what_nobody_wants_for_a_step_is_taken_back, .processes = "2")
     free_slabs(u);
 }
 
+/* By the sender, which closes it in the step after the last one with a use. */
+DEVICE_TEST(an_allocation_is_open_while_it_is_of_use, .processes = "2")
+{
+    int before = 0;
+
+    begin_landings(w, u, false);
+    for (int step = 0; step < 3; step++) {
+        if (w->rank == 0) {
+            send_x(w, u, 1, 6, step == 0 ? BIG : 100, NULL);
+            CHECK(landed_so_far(u) == 1);
+            before = step == 0 ? u->stand_in->alive() : before;
+            CHECK(u->stand_in->alive() == before - (step == 2));
+            settle(u);
+            smp_device_end_step(u->port);
+        } else {
+            CHECK(receive_big(w, u, false) == (step == 0));
+            settle(u);
+        }
+        w->barrier(w);
+    }
+    free_slabs(u);
+}
+
 /* As after a step that failed; the sender's copy is not done, at first. */
 DEVICE_TEST(a_dropped_message_leaves_its_landing, .processes = "2")
 {

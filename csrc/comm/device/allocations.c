@@ -177,6 +177,7 @@ struct smp_import {
     uint64_t          bytes;
     uint64_t          at; /* the address here */
     bool              is_open;
+    bool              used; /* since the last close_unused() */
 };
 
 static smp_lock    lock = SMP_LOCK_INIT(SMP_LOCK_DEVICES); /* guards every_import */
@@ -273,6 +274,7 @@ put_first(smp_imports *imports, smp_import *one)
 {
     one->next = imports->first;
     imports->first = one;
+    one->used = true;
 }
 
 /* The link to it, or to the end. */
@@ -338,6 +340,21 @@ smp_imports_drop(smp_imports *imports, uint64_t identity)
 
     if (*link != NULL) {
         close_at(imports, link);
+    }
+}
+
+void
+smp_imports_close_unused(smp_imports *imports)
+{
+    smp_import **link = &imports->first;
+
+    while (*link != NULL) {
+        if ((*link)->used) {
+            (*link)->used = false;
+            link = &(*link)->next;
+        } else {
+            close_at(imports, link);
+        }
     }
 }
 

@@ -108,6 +108,9 @@ uint64_t smp_imports_open(smp_imports *imports, const smp_allocation *allocation
 /* Closes the one with this identity, if it is open. */
 void smp_imports_drop(smp_imports *imports, uint64_t identity);
 
+/* Closes those neither found nor opened since the last call. */
+void smp_imports_close_unused(smp_imports *imports);
+
 /* Closes all. */
 void smp_imports_close(smp_imports *imports);
 

@@ -4,8 +4,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-/* The most open landings of one size for one rank: tensors under way at once. */
-#define MOST_ALIKE 4
+/* The most open landings of one size for one rank: tensors of a step, or under way. */
+#define MOST_ALIKE 8
 
 /* Sizes remembered, and offers in vain before the last one. */
 #define SIZES 32u
@@ -145,18 +145,9 @@ smp_landing_take(smp_landing_peer *peer, const smp_driver *driver,
 }
 
 void
-smp_landing_drop_gone(smp_landing_peer *peer, const smp_device_card *card)
+smp_landing_close_unused(smp_landing_peer *peer)
 {
-    uint64_t now = atomic_load(&card->ngone);
-    uint64_t from = peer->ngone;
-
-    peer->ngone = now;
-    for (uint64_t i = from; i < now && now - from <= SMP_LANDINGS_GONE; i++) {
-        smp_imports_drop(&peer->imports, card->gone[i % SMP_LANDINGS_GONE]);
-    }
-    if (atomic_load(&card->ngone) - from > SMP_LANDINGS_GONE) { /* some were not read */
-        smp_imports_close(&peer->imports);
-    }
+    smp_imports_close_unused(&peer->imports);
 }
 
 /* ------------------------------------------------------------------ the receiver's */
@@ -200,6 +191,12 @@ unused(const smp_landings *landings)
     return i;
 }
 
+void
+smp_landings_stop(smp_landings *landings)
+{
+    landings->failures = MOST_FAILURES;
+}
+
 bool
 smp_landings_want(smp_landings *landings, int source, const smp_landing_peer *peer,
                   size_t bytes)
@@ -222,16 +219,6 @@ smp_landings_want(smp_landings *landings, int source, const smp_landing_peer *pe
     return alike < MOST_ALIKE;
 }
 
-/* Tells the senders of allocations that are not in use any more. */
-static void
-tell_gone(smp_device_card *card, const uint64_t gone[SMP_GONE])
-{
-    for (int i = 0; i < SMP_GONE && gone[i] != 0; i++) {
-        card->gone[atomic_load(&card->ngone) % SMP_LANDINGS_GONE] = gone[i];
-        atomic_fetch_add(&card->ngone, 1);
-    }
-}
-
 bool
 smp_landings_offer(smp_landings *landings, int source, uint64_t at, size_t bytes,
                    void *stream, void *memory, void (*let_go)(void *memory))
@@ -245,7 +232,7 @@ smp_landings_offer(smp_landings *landings, int source, uint64_t at, size_t bytes
     char              why[SMP_DRIVER_TEXT];
 
     found = smp_exports_find(&landings->exports, at, bytes, stream, gone, why);
-    tell_gone(landings->own->device, gone);
+    /* The senders close what they do not use: nobody is told of `gone`. */
     if (found == NULL ||
         (entry->ready == NULL &&
          !smp_driver_share_event(driver, &entry->ready, &landing->ready, why)) ||

@@ -43,7 +43,6 @@ typedef struct {
     bool        works;                 /* the way there has been tried */
     bool        refused;               /* it cannot write here */
     smp_imports imports;               /* its allocations */
-    uint64_t    ngone;                 /* of its card, seen so far */
     void       *ready[SMP_LANDINGS];   /* owned; its events; NULL: not opened yet */
     void       *came[SMP_LANDINGS];    /* the same: behind its writing */
     void       *written[SMP_LANDINGS]; /* owned; of this rank; NULL: not made yet */
@@ -62,8 +61,9 @@ bool smp_landing_take(smp_landing_peer *peer, const smp_driver *driver,
                       smp_device_card *card, int rank, size_t bytes, uint32_t *number,
                       uint64_t *at, char why[SMP_DRIVER_TEXT]);
 
-/* Closes the allocations that their owner has let go. */
-void smp_landing_drop_gone(smp_landing_peer *peer, const smp_device_card *card);
+/* Closes the allocations without a landing taken since the last call: their owner may
+ * free them, and has the memory back when nobody has it open. */
+void smp_landing_close_unused(smp_landing_peer *peer);
 
 /* ------------------------------------------------------------------ the receiver's */
 
@@ -73,6 +73,9 @@ typedef struct smp_landings smp_landings;
  * no memory. */
 smp_landings *smp_landings_create(const smp_driver *driver, smp_segment *own,
                                   size_t limit);
+
+/* Nothing is offered any more. */
+void smp_landings_stop(smp_landings *landings);
 
 /* Whether a landing for `bytes` of `source` would be of use. */
 bool smp_landings_want(smp_landings *landings, int source, const smp_landing_peer *peer,

@@ -63,7 +63,8 @@ struct smp_device_port {
     reading *last;
     reading *spare; /* owned */
 
-    smp_landings *landings; /* owned; NULL: not open yet, or no memory */
+    smp_landings *landings;   /* owned; NULL: not open yet, or no memory */
+    bool          step_ended; /* and nothing has been sent since */
 
     _Atomic(smp_device_pool *) pool;  /* owned */
     _Atomic int                state; /* port_state; `why` is written before SHUT */
@@ -534,6 +535,26 @@ copy_there(smp_device_port *port, reader_of *peer, uint64_t data, size_t bytes,
     return block;
 }
 
+/* A step has begun, and the device may be at rest, as a script's read of a loss leaves
+ * it: closes what the last step did not use.  Closing waits for the device, which may
+ * wait for a dead rank: so not unless it rests. */
+static void
+close_unused(smp_device_port *port)
+{
+    char why[SMP_DRIVER_TEXT];
+
+    port->step_ended = false;
+    if (!smp_streams_rest(0) || !smp_driver_enter(port->driver, port->context, why)) {
+        return;
+    }
+    for (int r = 0; r < port->size; r++) {
+        if (port->peers[r] != NULL) {
+            smp_landing_close_unused(&port->peers[r]->landings);
+        }
+    }
+    smp_driver_leave(port->driver);
+}
+
 /* Whether every other rank of this host has tried to open the own pool, in vain. */
 static bool
 all_refuse(smp_device_port *port)
@@ -581,6 +602,9 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
     }
     smp_device_meet(port, dest, device);
     smp_device_sweep(port);
+    if (port->step_ended) {
+        close_unused(port);
+    }
     if (is_open(port, device) && !is_captured(port, stream, &known) && known) {
         switch (atomic_load(&peer->segment->device->pools[port->rank])) {
         case SMP_READER_OPEN:
@@ -842,6 +866,14 @@ landing_peer(void *of, int rank)
 }
 
 void
+smp_device_stop_landings(smp_device_port *port)
+{
+    if (port->landings != NULL) {
+        smp_landings_stop(port->landings);
+    }
+}
+
+void
 smp_device_end_step(smp_device_port *port)
 {
     char why[SMP_DRIVER_TEXT];
@@ -852,14 +884,8 @@ smp_device_end_step(smp_device_port *port)
         return;
     }
     smp_landings_end_step(port->landings, landing_peer, port);
-    for (int r = 0; r < port->size; r++) {
-        /* Closing waits for the device, which may wait for a dead rank. */
-        if (port->peers[r] != NULL && smp_streams_rest(0)) {
-            smp_landing_drop_gone(&port->peers[r]->landings,
-                                  port->peers[r]->segment->device);
-        }
-    }
     smp_driver_leave(port->driver);
+    port->step_ended = true;
 }
 
 /* -------------------------------------------------------- setup, end, counters */

@@ -49,9 +49,6 @@
 /* The most landings of a rank. */
 #define SMP_LANDINGS 64u
 
-/* The most allocations named as gone that a reader can be behind. */
-#define SMP_LANDINGS_GONE 64u
-
 /* Bytes of each rank's pattern, behind the pool's own: to try the way of landings. */
 #define SMP_LANDINGS_TRIAL_BYTES 4096u
 
@@ -112,9 +109,6 @@ typedef struct {
                      events[SMP_DEVICE_SPANS]; /* written before the slot's first use */
     _Atomic uint32_t states[SMP_DEVICE_SPANS]; /* SMP_SLOT_* */
     smp_landing      landings[SMP_LANDINGS];
-    _Atomic uint64_t
-             ngone; /* allocations of landings that the owner has let go, so far */
-    uint64_t gone[SMP_LANDINGS_GONE]; /* the last ones: number i at i % the size */
     _Atomic uint32_t nslabs;
     smp_pinned_slab  slabs[SMP_PINNED_SLABS];
     _Atomic uint32_t pools[]; /* by rank: SMP_READER_* of this rank */

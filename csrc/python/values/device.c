@@ -132,7 +132,8 @@ offer_next(smp_device_port *port, int source, dl_device device,
     }
     row = allocate_row(device, meta, &at, "memory for the next tensor");
     if (row == NULL) {
-        PyErr_Clear(); /* the device is full */
+        PyErr_Clear();
+        smp_device_stop_landings(port); /* the device is full */
     } else if (!smp_device_offer_landing(port, source, at, (size_t)meta->bytes, stream,
                                          row, let_go)) {
         Py_DECREF(row);
