@@ -2,11 +2,12 @@
 
     mpirun -np 2 python benchmarks/device_pool.py [--mib 1]
 
-Ten tensors of 64 MiB (``--mib``) in a row from pp_rank 0 to a module of pp_rank 1, whose
-answer to the last one has an element of it, through the device pool and through host memory.
+Ten tensors of 64 MiB (``--mib``) go in a row from pp_rank 0 to a module of pp_rank 1, through
+the device pool and through host memory.  The answer to the last one has an element of it.
 Each rank has its own GPU, or both share the only one.
-The plain copy is PyTorch's, from the one GPU to the other, or inside the only one; a tensor makes
-two of them, or one where the receiver has offered memory.  Every tensor that arrives is checked before anything is timed.
+The plain copy is PyTorch's, from the one GPU to the other, or inside the only one.  A tensor
+makes two of them, or one where the receiver has offered memory.  Every tensor that arrives is
+checked before anything is timed.
 
 Without a GPU it says so and ends; ``--stand-in`` runs it all the same, on the tests'
 pretended accelerator, to try the program: such times say nothing.
@@ -51,6 +52,7 @@ def find_device(stand_in: bool) -> None:
         from tests import accelerator
 
         accelerator.use_driver()
+        torch.ops.pretend.use_driver_memory(True)
     elif not torch.cuda.is_available():
         sys.exit("benchmarks/device_pool.py: there is no GPU here: nothing was measured")
 
