@@ -165,6 +165,30 @@ def Turns(self, x):
 
 @on_ranks(2)
 @on_gpus
+def test_training_goes_on_after_an_evaluation_in_inference_mode(device):
+    """Memory offered in inference mode is of tensors that autograd refuses."""
+    on = begin(device)
+    torch.manual_seed(3)
+    model = chain_on(on)
+
+    @smp.step
+    def evaluate(model, x):
+        return model(x).square().mean()
+
+    x = torch.randn(LARGE, WIDTH)
+    losses = []
+    with memory(device):
+        for _ in range(6):
+            losses.append(train_step(model, x.to(on)).stack().cpu())
+            with torch.inference_mode():
+                losses.append(evaluate(model, x.to(on)).stack().cpu())
+
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert _core.counters()["device_landed"] > 0
+
+
+@on_ranks(2)
+@on_gpus
 def test_a_tensor_lands_where_one_of_another_dtype_was_expected(device):
     on = begin(device, microbatches=1)
     model = chain_on(on, Turns())

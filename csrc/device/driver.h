@@ -34,6 +34,7 @@ enum {
     SMP_DRIVER_CAPTURE_RELAXED = 2, /* CU_STREAM_CAPTURE_MODE_RELAXED */
     SMP_DRIVER_HOST_PORTABLE = 1,   /* CU_MEMHOSTREGISTER_PORTABLE */
     SMP_DRIVER_BUFFER_ID = 7,       /* CU_POINTER_ATTRIBUTE_BUFFER_ID: uint64_t */
+    SMP_DRIVER_DEVICE_ORDINAL = 9,  /* CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: int */
 };
 
 /* The driver shares memory with other processes in blocks of this size: a smaller

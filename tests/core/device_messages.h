@@ -19,7 +19,7 @@ send_x(world *w, user *u, int dest, uint64_t seed, size_t bytes, bool *taken)
     smp_block *block;
 
     launch(u, fill_kernel, u->x, bytes, seed);
-    block = smp_device_put(u->port, dest, 0, u->x, bytes, u->stream);
+    block = smp_device_put(u->port, dest, ordinal, u->x, bytes, u->stream);
     launch(u, fill_kernel, u->x, bytes, seed + 1000000);
     l.on_device = block != NULL;
     if (taken != NULL) {
@@ -55,7 +55,7 @@ read_y(user *u, smp_message *message, const letter *l, char why[SMP_DRIVER_TEXT]
             launch(u, fill_kernel, u->y, l->bytes, 8);
         }
     } else {
-        smp_device_meet(u->port, message->source, 0);
+        smp_device_meet(u->port, message->source, ordinal);
     }
     smp_message_free(message);
     return status;

@@ -100,7 +100,10 @@ end_stuck(const user *u, void *stream)
     smp_stream_destroy(u->driver, stream);
 }
 
-/* Memory, a stream and the context for this rank's thread, on device 0. */
+/* The device of this rank's thread. */
+static _Thread_local int ordinal;
+
+/* Memory, a stream and the context for this rank's thread, on its device. */
 static inline void
 begin(world *w, user *u)
 {
@@ -116,7 +119,7 @@ begin(world *w, user *u)
     CHECK(loaded != NULL);
     u->stand_in = dlsym(loaded, "stand_in");
     CHECK(u->stand_in != NULL);
-    CHECK(u->driver->device_get(&device, 0) == 0);
+    CHECK(u->driver->device_get(&device, ordinal) == 0);
     CHECK(u->driver->context_retain(&u->context, device) == 0);
     CHECK(u->driver->context_push(u->context) == 0);
     CHECK(u->driver->stream_create(&u->stream, SMP_DRIVER_STREAM_ALONE) == 0);
@@ -146,7 +149,7 @@ end(user *u)
     CHECK(u->driver->stream_destroy(u->stream) == 0);
     CHECK(u->driver->free(u->x) == 0 && u->driver->free(u->y) == 0);
     CHECK(u->driver->context_pop(&before) == 0);
-    CHECK(u->driver->device_get(&device, 0) == 0);
+    CHECK(u->driver->device_get(&device, ordinal) == 0);
     CHECK(u->driver->context_release(device) == 0);
 }
 

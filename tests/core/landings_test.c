@@ -92,7 +92,7 @@ read_big(user *u, smp_message *message, const letter *l, bool offers, bool *land
 
     *landed = false;
     if (!l->on_device) {
-        smp_device_meet(u->port, source, 0);
+        smp_device_meet(u->port, source, ordinal);
         smp_message_free(message);
         return SMP_OK;
     }
@@ -146,8 +146,8 @@ landed_so_far(user *u)
     return use.landed;
 }
 
-/* Rank 0 has sent rank 1 two tensors of BIG bytes, and rank 1 offers memory for the
- * next one, unless `held`: then its device is not done with this memory. */
+/* Rank 0 has sent rank 1 two tensors of BIG bytes, and rank 1 shows memory for the next
+ * one, unless `held`: then its device is not done with this memory. */
 static void
 begin_landings(world *w, user *u, bool held)
 {
@@ -164,6 +164,7 @@ begin_landings(world *w, user *u, bool held)
     }
     if (!held) {
         settle(u);
+        smp_device_sweep(u->port);
     }
     w->barrier(w);
 }
@@ -223,6 +224,7 @@ DEVICE_TEST(memory_still_in_use_is_no_landing, .processes = "2")
             CHECK(receive_big(w, u, false) == (i == 1));
             u->stand_in->hold(false);
             settle(u);
+            smp_device_sweep(u->port);
         }
         w->barrier(w);
     }
@@ -247,6 +249,7 @@ DEVICE_TEST(what_nobody_wants_for_a_step_is_taken_back, .processes = "2")
         } else {
             CHECK(receive_big(w, u, true) == (i == 1));
             settle(u);
+            smp_device_sweep(u->port);
         }
         w->barrier(w);
     }
@@ -276,6 +279,19 @@ DEVICE_TEST(an_allocation_is_open_while_it_is_of_use, .processes = "2")
     free_slabs(u);
 }
 
+/* All memory is let go, once the devices have done what they were told. */
+static void
+expect_let_go(user *u)
+{
+    int64_t until = smp_clock_ns() + WORLD_DEADLINE_NS;
+
+    do {
+        CHECK(smp_clock_ns() < until);
+        sched_yield();
+        smp_device_end_step(u->port);
+    } while (used_slabs() != 0);
+}
+
 /* As after a step that failed; the sender's copy is not done, at first. */
 DEVICE_TEST(a_dropped_message_leaves_its_landing, .processes = "2")
 {
@@ -291,19 +307,134 @@ DEVICE_TEST(a_dropped_message_leaves_its_landing, .processes = "2")
         receive(w, &message, &l);
         CHECK(message->blocks[0]->lands);
         smp_message_free(message);
-        smp_device_end_step(u->port);
-        CHECK(used_slabs() == 1);
+        for (int i = 0; i < 3; i++) {
+            smp_device_end_step(u->port);
+            CHECK(used_slabs() == 1);
+        }
     }
     w->barrier(w);
     u->stand_in->hold(false);
     settle(u);
-    w->barrier(w);
     if (w->rank == 1) {
-        smp_device_end_step(u->port);
-        CHECK(used_slabs() == 0);
+        expect_let_go(u);
     }
     w->barrier(w);
     free_slabs(u);
+}
+
+/* Of a port that its device has failed, too. */
+DEVICE_TEST(a_shut_port_takes_its_memory_back, .processes = "2")
+{
+    begin_landings(w, u, false);
+    if (w->rank == 1) {
+        u->stand_in->fail("cuEventRecord", 1, 2);
+        CHECK(smp_device_put(u->port, 0, 0, u->x, 100, u->stream) == NULL);
+        CHECK(used_slabs() == 1);
+        expect_let_go(u);
+    }
+    w->barrier(w);
+    free_slabs(u);
+}
+
+/* How a comm of rank 1 ends that rank 0 has sent a tensor. */
+typedef enum { UNREAD, DROPPED, IDLE } message_end;
+
+static void
+end_comm(world *w, message_end how)
+{
+    smp_message *message;
+    letter       l;
+    user         u;
+
+    begin(w, &u);
+    begin_landings(w, &u, false);
+    if (w->rank == 0 && how != IDLE) {
+        send_x(w, &u, 1, 6, BIG, NULL);
+        CHECK(landed_so_far(&u) == 1);
+    } else if (w->rank == 1 && how == DROPPED) {
+        receive(w, &message, &l);
+        smp_message_free(message);
+    }
+    settle(&u);
+    w->barrier(w);
+    if (w->rank == 1) {
+        CHECK(used_slabs() == 1);
+        smp_comm_destroy(w->comm);
+        w->comm = NULL;
+        CHECK(used_slabs() == 0);
+    }
+    w->barrier(w);
+    free_slabs(&u);
+    end(&u);
+}
+
+TEST_RANK(the_end_lets_go_of_an_offer, .processes = "2")
+{
+    end_comm(w, IDLE);
+}
+
+TEST_RANK(the_end_lets_go_of_a_dropped_tensor, .processes = "2")
+{
+    end_comm(w, DROPPED);
+}
+
+TEST_RANK(the_end_lets_go_of_an_unread_tensor, .processes = "2")
+{
+    end_comm(w, UNREAD);
+}
+
+/* Its event stays for the reader. */
+TEST_RANK(a_tensor_outlives_its_senders_comm, .processes = "2")
+{
+    user u;
+
+    begin(w, &u);
+    begin_landings(w, &u, false);
+    if (w->rank == 0) {
+        send_x(w, &u, 1, 6, BIG, NULL);
+        CHECK(landed_so_far(&u) == 1);
+        settle(&u);
+        smp_comm_destroy(w->comm);
+        w->comm = NULL;
+        w->barrier(w);
+    } else {
+        w->barrier(w);
+        CHECK(receive_big(w, &u, false));
+        settle(&u);
+        CHECK(u.right == 4);
+    }
+    w->barrier(w);
+    free_slabs(&u);
+    end(&u);
+}
+
+/* The sender is killed before its copy is done: nothing here waits for it for good. */
+TEST_RANK(the_end_beside_a_dead_senders_copy, .processes = "2")
+{
+    int64_t from;
+    user    u;
+
+    if (__lsan_disable != NULL) {
+        __lsan_disable();
+    }
+    begin(w, &u);
+    begin_landings(w, &u, false);
+    if (w->rank == 0) {
+        u.stand_in->hold(true);
+        send_x(w, &u, 1, 6, BIG, NULL);
+        while (true) {
+            sched_yield();
+        }
+    }
+    CHECK(receive_big(w, &u, false));
+    CHECK(kill(w->shared->pids[0], SIGKILL) == 0);
+    expect_end(w, SMP_ERR_PEER_LOST);
+    CHECK(!smp_streams_rest(0)); /* all that wait for it */
+    from = smp_clock_ns();
+    smp_comm_destroy(w->comm);
+    w->comm = NULL;
+    CHECK(smp_clock_ns() - from < WORLD_DEADLINE_NS / 2);
+    _exit(0); /* the user's stream is stuck */
 }
 
 DEVICE_TEST(memory_that_the_sender_cannot_open_is_offered_no_more, .processes = "2")
@@ -317,6 +448,7 @@ DEVICE_TEST(memory_that_the_sender_cannot_open_is_offered_no_more, .processes = 
             send_x(w, u, 1, 6, BIG, NULL);
         } else {
             CHECK(!receive_big(w, u, i != 0));
+            settle(u);
             smp_device_end_step(u->port);
             CHECK(used_slabs() == 0);
         }
@@ -324,6 +456,29 @@ DEVICE_TEST(memory_that_the_sender_cannot_open_is_offered_no_more, .processes = 
     }
     CHECK(landed_so_far(u) == 0);
     free_slabs(u);
+}
+
+/* The sender's stream would wait for the link. */
+TEST_RANK(a_tensor_for_another_device_does_not_land, .processes = "2")
+{
+    user u;
+
+    ordinal = w->rank;
+    begin(w, &u);
+    shake_hands(w, &u);
+    for (int i = 0; i < 4; i++) {
+        if (w->rank == 0) {
+            send_x(w, &u, 1, 6, BIG, NULL);
+        } else {
+            CHECK(!receive_big(w, &u, i != 2));
+            CHECK(used_slabs() == (i == 1 || i == 2)); /* offered, refused */
+            settle(&u);
+            smp_device_end_step(u.port);
+        }
+        w->barrier(w);
+    }
+    free_slabs(&u);
+    end(&u);
 }
 
 DEVICE_TEST(memory_that_cannot_be_exported_is_offered_a_few_times, .processes = "2")

@@ -74,7 +74,8 @@ typedef struct {
     uint64_t bytes;
     uint64_t base; /* of memory: its address there, and its id */
     uint64_t id;
-    uint8_t  rest[24];
+    int32_t  device; /* of memory */
+    uint8_t  rest[20];
 } handle64;
 
 /* Shared between the processes that have the event. */
@@ -97,7 +98,7 @@ typedef struct memory {
     size_t         bytes;
     uint64_t       id; /* of no other one of this process, then or later */
     bool           withheld;
-    handle64       source; /* of another's */
+    handle64       source; /* of another's; of its own, the device */
     int            fd;     /* -1: another's */
     int            users;  /* its owner, until it frees it, and copies */
 } memory;
@@ -678,7 +679,8 @@ cuMemAlloc_v2(uint64_t *at, size_t bytes)
     if (base == NULL) {
         return OUT_OF_MEMORY;
     }
-    keep_memory(base, bytes, fd, (handle64){0});
+    keep_memory(base, bytes, fd,
+                (handle64){.device = (int32_t)contexts[(context_depth - 1) % 8] - 1});
     *at = (uint64_t)(uintptr_t)base;
     return SUCCESS;
 }
@@ -712,6 +714,7 @@ int
 cuPointerGetAttribute(void *value, int attribute, uint64_t at)
 {
     const int     buffer_id = 7;
+    const int     device_ordinal = 9;
     int           result = refused_here("cuPointerGetAttribute");
     const memory *m;
 
@@ -719,9 +722,11 @@ cuPointerGetAttribute(void *value, int attribute, uint64_t at)
         return result;
     }
     pthread_mutex_lock(&lock);
-    m = attribute == buffer_id ? memory_at(at) : NULL;
-    if (m != NULL) {
+    m = attribute == buffer_id || attribute == device_ordinal ? memory_at(at) : NULL;
+    if (m != NULL && attribute == buffer_id) {
         memcpy(value, &m->id, sizeof(m->id));
+    } else if (m != NULL) {
+        memcpy(value, &m->source.device, sizeof(m->source.device));
     }
     pthread_mutex_unlock(&lock);
     return m != NULL ? SUCCESS : INVALID_VALUE;
@@ -742,6 +747,7 @@ cuIpcGetMemHandle(handle64 *handle, uint64_t at)
             *handle = handle_of(m->fd, m->bytes);
             handle->base = at;
             handle->id = m->id;
+            handle->device = m->source.device;
             result = SUCCESS;
         }
     }

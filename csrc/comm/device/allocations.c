@@ -240,6 +240,32 @@ smp_allocations_owner(void)
     return atomic_compare_exchange_strong(&number, &known, drawn) ? drawn : known;
 }
 
+/* One to be closed, of any imports; NULL: none.  The lock is held. */
+static smp_import *
+in_the_way(uint64_t owner, uint64_t identity, uint64_t base, uint64_t bytes)
+{
+    smp_import *one = every_import;
+
+    while (one != NULL &&
+           !(one->is_open && one->owner == owner && one->identity != identity &&
+             overlap(one->base, one->bytes, base, bytes))) {
+        one = one->every;
+    }
+    return one;
+}
+
+bool
+smp_imports_are_in_the_way(uint64_t owner, uint64_t identity, uint64_t base,
+                           uint64_t bytes)
+{
+    bool found;
+
+    smp_lock_acquire(&lock);
+    found = in_the_way(owner, identity, base, bytes) != NULL;
+    smp_lock_release(&lock);
+    return found;
+}
+
 void
 smp_imports_make_way(uint64_t owner, uint64_t identity, uint64_t base, uint64_t bytes)
 {
@@ -252,14 +278,12 @@ smp_imports_make_way(uint64_t owner, uint64_t identity, uint64_t base, uint64_t 
     do {
         driver = NULL;
         smp_lock_acquire(&lock);
-        for (one = every_import; one != NULL && driver == NULL; one = one->every) {
-            if (one->is_open && one->owner == owner && one->identity != identity &&
-                overlap(one->base, one->bytes, base, bytes)) {
-                one->is_open = false;
-                driver = one->driver;
-                context = one->context;
-                at = one->at;
-            }
+        one = in_the_way(owner, identity, base, bytes);
+        if (one != NULL) {
+            one->is_open = false;
+            driver = one->driver;
+            context = one->context;
+            at = one->at;
         }
         smp_lock_release(&lock);
         if (driver != NULL && smp_driver_enter(driver, context, why)) {

@@ -10,10 +10,11 @@
  *   CLOSED  it cannot be exported, or one of them cannot open it: for good
  *
  * Reader: *imports*.  An allocation is opened once by each.  It stays open until its
- * owner names it as gone; the rest is closed at the end.  The driver refuses an
- * allocation while an earlier one at its owner's addresses is open anywhere in the
- * process [UCX, pull request 2738].  So what else is open there is closed first, also
- * by other imports: its owner has freed it, and no copy from it is under way.
+ * owner names it as gone, or while it is of use; the rest is closed at the end.  The
+ * driver refuses an allocation while an earlier one at its owner's addresses is open
+ * anywhere in the process [UCX, pull request 2738].  So what else is open there is
+ * closed first, also by other imports: its owner has freed it, and no copy from it is
+ * under way.
  *
  * An owner names an allocation as gone that it finds freed, or that was used least
  * recently among SMP_EXPORTS.  In both cases no reader's copy from it is under way: the
@@ -96,6 +97,10 @@ uint64_t smp_allocations_owner(void);
  * opened.  Any thread; no context is needed. */
 void smp_imports_make_way(uint64_t owner, uint64_t identity, uint64_t base,
                           uint64_t bytes);
+
+/* Whether there is any to be closed.  Closing waits for the device. */
+bool smp_imports_are_in_the_way(uint64_t owner, uint64_t identity, uint64_t base,
+                                uint64_t bytes);
 
 /* The address here of the open allocation with this identity; 0: there is none.  No
  * context is needed. */

@@ -1,24 +1,39 @@
 /* The table of this rank's landings, and the events and allocations of others'. */
 #include "comm/device/landings.h"
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+
+#include "device/streams.h"
 
 /* The most open landings of one size for one rank: tensors of a step, or under way. */
 #define MOST_ALIKE 8
 
-/* Sizes remembered, and offers in vain before the last one. */
+/* Sizes remembered; offers in vain, one after another, before a pause of so many steps.
+ */
 #define SIZES 32u
 #define MOST_FAILURES 8
+#define PAUSE_STEPS 100
+
+/* Looks of a leaving rank for a sender that has taken a landing to look at it. */
+#define LOOKS 1000
+
+typedef enum {
+    UNUSED,
+    OFFERED, /* its memory is in use by earlier work */
+    SHOWN,   /* its state on the card counts */
+    LEAVING  /* nobody reads it; the last writing may be under way */
+} phase;
 
 typedef struct {
+    phase    phase;
     void    *memory; /* owned; NULL: none, or given */
-    bool     used;   /* from offer to done */
     uint64_t at;
     size_t   bytes;
     void    *stream;
     uint64_t step;  /* of the offer */
-    void    *ready; /* owned: an event, made once */
+    void    *event; /* owned; made once: behind the earlier work, or the last writing */
 } mine;
 
 typedef struct {
@@ -32,7 +47,9 @@ struct smp_landings {
     size_t            limit;
     size_t            total; /* bytes in landings of now */
     uint64_t          step;
+    uint64_t          resumes; /* the step of the next offer */
     int               failures;
+    int               pending; /* landings that are OFFERED or LEAVING */
     uint32_t          nseen;
     size_seen         seen[SIZES];
     void (*let_go)(void *memory);
@@ -50,98 +67,75 @@ smp_landing_peer_end(smp_landing_peer *peer, const smp_driver *driver, bool forg
         return;
     }
     for (uint32_t i = 0; i < SMP_LANDINGS; i++) {
-        void *const events[] = {peer->ready[i], peer->came[i], peer->written[i]};
-
-        for (int k = 0; k < 3; k++) {
-            if (events[k] != NULL) {
-                (void)driver->event_destroy(events[k]);
-            }
+        if (peer->came[i] != NULL) {
+            (void)driver->event_destroy(peer->came[i]);
         }
     }
     smp_imports_close(&peer->imports);
 }
 
-/* Opens what is needed to write a taken landing, once for each: *at, or 0 if the
- * allocation cannot be opened. */
-static bool
+/* The state of a taken landing after a look at its allocation: TAKEN, with *at; OPEN:
+ * not now; REFUSED: never. */
+static uint32_t
 open_landing(smp_landing_peer *peer, const smp_driver *driver, smp_landing *landing,
-             uint32_t number, uint64_t *at, char why[SMP_DRIVER_TEXT])
+             uint32_t number, uint64_t *at)
 {
     const smp_allocation its = {.identity = landing->identity,
                                 .base = landing->base,
                                 .bytes = landing->allocated,
                                 .memory = landing->memory};
+    char                 why[SMP_DRIVER_TEXT];
 
-    if (peer->written[number] == NULL &&
-        !smp_driver_share_event(driver, &peer->written[number], &peer->handles[number],
-                                why)) {
-        return false;
+    if (!peer->works || (peer->written[number] == NULL &&
+                         !smp_driver_share_event(driver, &peer->written[number],
+                                                 &peer->handles[number], why))) {
+        return SMP_LANDING_REFUSED;
     }
     landing->written = peer->handles[number];
     *at = smp_imports_find(&peer->imports, its.identity);
+    /* Making way waits for the device, which may wait for a dead rank. */
+    if (*at == 0 &&
+        smp_imports_are_in_the_way(peer->imports.owner, its.identity, its.base,
+                                   its.bytes) &&
+        !smp_streams_rest(0)) {
+        return SMP_LANDING_OPEN;
+    }
     if (*at == 0) {
         *at = smp_imports_open(&peer->imports, &its, why);
     }
-    return true;
-}
-
-/* Whether the owner's work on the memory of a taken landing is over. */
-static bool
-is_ready(smp_landing_peer *peer, const smp_driver *driver, const smp_landing *landing,
-         uint32_t number, bool *ready, char why[SMP_DRIVER_TEXT])
-{
-    int result;
-
-    if (peer->ready[number] == NULL &&
-        !smp_driver_ok(driver, "cuIpcOpenEventHandle",
-                       driver->event_open(&peer->ready[number], landing->ready), why)) {
-        peer->ready[number] = NULL;
-        return false;
+    if (*at == 0) {
+        return SMP_LANDING_REFUSED;
     }
-    result = driver->event_query(peer->ready[number]);
-    *ready = result == SMP_DRIVER_OK;
-    return *ready || result == SMP_DRIVER_NOT_READY ||
-           smp_driver_ok(driver, "cuEventQuery", result, why);
+    *at += landing->offset;
+    return SMP_LANDING_TAKEN;
 }
 
-bool
+uint64_t
 smp_landing_take(smp_landing_peer *peer, const smp_driver *driver,
-                 smp_device_card *card, int rank, size_t bytes, uint32_t *number,
-                 uint64_t *at, char why[SMP_DRIVER_TEXT])
+                 smp_device_card *card, int rank, size_t bytes, uint32_t *number)
 {
-    *at = 0;
     for (uint32_t i = 0; i < SMP_LANDINGS && bytes >= SMP_LANDINGS_LEAST; i++) {
         smp_landing *landing = &card->landings[i];
-        uint32_t     open = SMP_LANDING_OPEN;
-        bool         ready = false;
-        bool         fine;
+        uint32_t     state = SMP_LANDING_OPEN;
+        uint64_t     at = 0;
 
         if (atomic_load(&landing->state) != SMP_LANDING_OPEN ||
             landing->source != rank || landing->bytes != bytes ||
-            !atomic_compare_exchange_strong(&landing->state, &open,
+            !atomic_compare_exchange_strong(&landing->state, &state,
                                             SMP_LANDING_TAKEN)) {
             continue;
         }
-        /* Perhaps taken back and offered anew meanwhile. */
-        fine = landing->source != rank || landing->bytes != bytes ||
-               is_ready(peer, driver, landing, i, &ready, why);
-        if (fine && !ready) {
-            atomic_store(&landing->state, SMP_LANDING_OPEN);
-            continue;
-        }
-        if (fine && open_landing(peer, driver, landing, i, at, why)) {
+        /* Perhaps taken back and offered anew, for another rank or size. */
+        state = landing->source != rank || landing->bytes != bytes
+                    ? SMP_LANDING_OPEN
+                    : open_landing(peer, driver, landing, i, &at);
+        if (state == SMP_LANDING_TAKEN) {
             *number = i;
-            if (*at != 0) {
-                *at += landing->offset;
-            } else {
-                atomic_store(&landing->state, SMP_LANDING_REFUSED);
-            }
-            return true;
+            return at;
         }
-        atomic_store(&landing->state, SMP_LANDING_OPEN);
-        return false;
+        atomic_store(&landing->state, state);
     }
-    return true;
+    return 0;
 }
 
 void
@@ -185,16 +179,17 @@ unused(const smp_landings *landings)
 {
     uint32_t i = 0;
 
-    while (i < SMP_LANDINGS && landings->entries[i].used) {
+    while (i < SMP_LANDINGS && landings->entries[i].phase != UNUSED) {
         i++;
     }
     return i;
 }
 
 void
-smp_landings_stop(smp_landings *landings)
+smp_landings_pause(smp_landings *landings)
 {
-    landings->failures = MOST_FAILURES;
+    landings->failures = 0;
+    landings->resumes = landings->step + PAUSE_STEPS;
 }
 
 bool
@@ -204,51 +199,72 @@ smp_landings_want(smp_landings *landings, int source, const smp_landing_peer *pe
     int alike = 0;
 
     if (bytes < SMP_LANDINGS_LEAST || peer->refused ||
-        landings->failures >= MOST_FAILURES || !was_seen(landings, source, bytes) ||
+        landings->step < landings->resumes || !was_seen(landings, source, bytes) ||
         bytes > landings->limit || landings->total > landings->limit - bytes ||
         unused(landings) == SMP_LANDINGS) {
         return false;
     }
     for (uint32_t i = 0; i < SMP_LANDINGS; i++) {
         const smp_landing *landing = &landings->own->device->landings[i];
+        phase              now = landings->entries[i].phase;
+        bool               open = now == OFFERED ||
+                    (now == SHOWN && atomic_load(&landing->state) == SMP_LANDING_OPEN);
 
-        alike += landings->entries[i].used &&
-                 atomic_load(&landing->state) == SMP_LANDING_OPEN &&
-                 landing->source == source && landing->bytes == bytes;
+        alike += open && landing->source == source && landing->bytes == bytes;
     }
     return alike < MOST_ALIKE;
+}
+
+/* Finds the allocation, and has an event behind the work on it so far. */
+static smp_export *
+prepare(smp_landings *landings, mine *entry, uint64_t at, size_t bytes, void *stream)
+{
+    const smp_driver *driver = landings->driver;
+    smp_export       *found;
+    uint64_t          gone[SMP_GONE]; /* senders close by themselves */
+    char              why[SMP_DRIVER_TEXT];
+
+    found = smp_exports_find(&landings->exports, at, bytes, stream, gone, why);
+    if (found != NULL && entry->event == NULL &&
+        !smp_driver_ok(driver, "cuEventCreate",
+                       driver->event_create(&entry->event, SMP_DRIVER_EVENT_UNTIMED),
+                       why)) {
+        entry->event = NULL;
+        return NULL;
+    }
+    return found != NULL &&
+                   smp_driver_ok(driver, "cuEventRecord",
+                                 driver->event_record(entry->event, stream), why)
+               ? found
+               : NULL;
 }
 
 bool
 smp_landings_offer(smp_landings *landings, int source, uint64_t at, size_t bytes,
                    void *stream, void *memory, void (*let_go)(void *memory))
 {
-    const smp_driver *driver = landings->driver;
-    uint32_t          number = unused(landings);
-    mine             *entry = &landings->entries[number];
-    smp_landing      *landing = &landings->own->device->landings[number];
-    smp_export       *found;
-    uint64_t          gone[SMP_GONE];
-    char              why[SMP_DRIVER_TEXT];
+    uint32_t     number = unused(landings);
+    mine        *entry = &landings->entries[number];
+    smp_landing *landing = &landings->own->device->landings[number];
+    smp_export  *found = prepare(landings, entry, at, bytes, stream);
 
-    found = smp_exports_find(&landings->exports, at, bytes, stream, gone, why);
-    /* The senders close what they do not use: nobody is told of `gone`. */
-    if (found == NULL ||
-        (entry->ready == NULL &&
-         !smp_driver_share_event(driver, &entry->ready, &landing->ready, why)) ||
-        !smp_driver_ok(driver, "cuEventRecord",
-                       driver->event_record(entry->ready, stream), why)) {
-        landings->failures++;
+    if (found == NULL) {
+        if (++landings->failures >= MOST_FAILURES) {
+            smp_landings_pause(landings);
+        }
         return false;
     }
-    entry->memory = memory;
-    entry->used = true;
-    entry->at = at;
-    entry->bytes = bytes;
-    entry->stream = stream;
-    entry->step = landings->step;
+    landings->failures = 0;
     landings->let_go = let_go;
     landings->total += bytes;
+    landings->pending++;
+    *entry = (mine){.phase = OFFERED,
+                    .memory = memory,
+                    .at = at,
+                    .bytes = bytes,
+                    .stream = stream,
+                    .step = landings->step,
+                    .event = entry->event};
     landing->source = source;
     landing->bytes = bytes;
     landing->offset = at - found->allocation.base;
@@ -256,8 +272,33 @@ smp_landings_offer(smp_landings *landings, int source, uint64_t at, size_t bytes
     landing->base = found->allocation.base;
     landing->allocated = found->allocation.bytes;
     landing->memory = found->allocation.memory;
-    atomic_store(&landing->state, SMP_LANDING_OPEN);
     return true;
+}
+
+bool
+smp_landings_pending(const smp_landings *landings)
+{
+    return landings->pending > 0;
+}
+
+void
+smp_landings_show(smp_landings *landings)
+{
+    for (uint32_t i = 0; i < SMP_LANDINGS && landings->pending > 0; i++) {
+        mine *entry = &landings->entries[i];
+
+        if ((entry->phase != OFFERED && entry->phase != LEAVING) ||
+            landings->driver->event_query(entry->event) != SMP_DRIVER_OK) {
+            continue;
+        }
+        if (entry->phase == LEAVING) {
+            smp_landings_done(landings, i);
+            continue;
+        }
+        landings->pending--;
+        entry->phase = SHOWN;
+        atomic_store(&landings->own->device->landings[i].state, SMP_LANDING_OPEN);
+    }
 }
 
 void *
@@ -299,75 +340,102 @@ smp_landings_done(smp_landings *landings, uint32_t number)
     void *memory = entry->memory;
 
     landings->total -= entry->bytes;
+    landings->pending -= entry->phase == OFFERED || entry->phase == LEAVING;
     entry->memory = NULL;
-    entry->used = false;
+    entry->phase = UNUSED;
     atomic_store(&landings->own->device->landings[number].state, SMP_LANDING_NONE);
     if (memory != NULL) {
         landings->let_go(memory);
     }
 }
 
-/* Whether no device writes into a landing any more; what nobody has taken is taken
- * back.
- */
-static bool
-is_over(smp_landings *landings, uint32_t number, smp_landing_peer *peer)
+/* Nobody reads this one: lets its memory go behind the writing, on `stream`. */
+static void
+leave(smp_landings *landings, uint32_t number, smp_landing_peer *peer, void *stream)
 {
-    uint32_t open = SMP_LANDING_OPEN;
-    char     why[SMP_DRIVER_TEXT];
-    void    *came;
+    const smp_driver *driver = landings->driver;
+    mine             *entry = &landings->entries[number];
+    char              why[SMP_DRIVER_TEXT];
+    void *came = peer == NULL ? NULL : smp_landings_came(landings, number, peer, why);
 
-    switch (atomic_load(&landings->own->device->landings[number].state)) {
-    case SMP_LANDING_OPEN:
-        return atomic_compare_exchange_strong(
-            &landings->own->device->landings[number].state, &open, SMP_LANDING_NONE);
-    case SMP_LANDING_LEFT:
-        came = peer == NULL ? NULL : smp_landings_came(landings, number, peer, why);
-        return came != NULL && landings->driver->event_query(came) == SMP_DRIVER_OK;
-    case SMP_LANDING_REFUSED:
+    if (came != NULL && driver->stream_wait(stream, came, 0) == SMP_DRIVER_OK &&
+        driver->event_record(entry->event, stream) == SMP_DRIVER_OK) {
+        entry->phase = LEAVING;
+        landings->pending++;
+    } /* else it stays as it is, for the next time */
+}
+
+/* Takes one back that is not given; `all`: also if its message may be read yet. */
+static void
+take_back(smp_landings *landings, uint32_t number, smp_landing_peer *peer, void *stream,
+          bool all)
+{
+    smp_landing *landing = &landings->own->device->landings[number];
+    uint32_t     state = SMP_LANDING_OPEN;
+
+    if (landings->entries[number].phase == OFFERED ||
+        atomic_compare_exchange_strong(&landing->state, &state, SMP_LANDING_NONE)) {
+        smp_landings_done(landings, number);
+    } else if (state == SMP_LANDING_REFUSED) {
         if (peer != NULL) {
             peer->refused = true;
         }
-        return true;
-    default:
-        return false;
+        smp_landings_done(landings, number);
+    } else if (state == SMP_LANDING_LEFT || (all && state == SMP_LANDING_SENT)) {
+        leave(landings, number, peer, stream);
     }
 }
 
 void
-smp_landings_end_step(smp_landings *landings,
-                      smp_landing_peer *(*peer_of)(void *of, int rank), void *of)
+smp_landings_end_step(smp_landings *landings, smp_landing_peer_of *peer_of, void *port,
+                      void *stream)
 {
     for (uint32_t i = 0; i < SMP_LANDINGS; i++) {
         const mine        *entry = &landings->entries[i];
         const smp_landing *landing = &landings->own->device->landings[i];
+        bool               idle =
+            entry->phase == OFFERED || atomic_load(&landing->state) == SMP_LANDING_OPEN;
 
-        if (entry->used && entry->memory != NULL &&
-            (entry->step < landings->step ||
-             atomic_load(&landing->state) != SMP_LANDING_OPEN) &&
-            is_over(landings, i, peer_of(of, landing->source))) {
-            smp_landings_done(landings, i);
+        if (entry->memory != NULL && entry->phase != LEAVING &&
+            (!idle || entry->step < landings->step)) {
+            take_back(landings, i, peer_of(port, landing->source), stream, false);
         }
     }
     landings->step++;
 }
 
 void
-smp_landings_destroy(smp_landings *landings, bool forget)
+smp_landings_leave(smp_landings *landings, smp_landing_peer_of *peer_of, void *port,
+                   void *stream)
+{
+    for (uint32_t i = 0; i < SMP_LANDINGS; i++) {
+        const mine        *entry = &landings->entries[i];
+        const smp_landing *landing = &landings->own->device->landings[i];
+
+        if (entry->memory == NULL || entry->phase == LEAVING) {
+            continue;
+        }
+        for (int look = 0;
+             look < LOOKS && atomic_load(&landing->state) == SMP_LANDING_TAKEN;
+             look++) {
+            sched_yield();
+        }
+        take_back(landings, i, peer_of(port, landing->source), stream, true);
+    }
+}
+
+void
+smp_landings_destroy(smp_landings *landings, bool quiet)
 {
     if (landings == NULL) {
         return;
     }
-    for (uint32_t i = 0; i < SMP_LANDINGS; i++) {
-        uint32_t open = SMP_LANDING_OPEN;
-
-        if (landings->entries[i].used &&
-            atomic_compare_exchange_strong(&landings->own->device->landings[i].state,
-                                           &open, SMP_LANDING_NONE)) {
+    for (uint32_t i = 0; i < SMP_LANDINGS && quiet; i++) {
+        if (landings->entries[i].phase == LEAVING) {
             smp_landings_done(landings, i);
         }
-        if (landings->entries[i].ready != NULL && !forget) {
-            (void)landings->driver->event_destroy(landings->entries[i].ready);
+        if (landings->entries[i].event != NULL) {
+            (void)landings->driver->event_destroy(landings->entries[i].event);
         }
     }
     free(landings);

@@ -29,8 +29,10 @@ struct smp_device_pool {
     void              *tried;                    /* owned: the pattern's event */
     void              *events[SMP_DEVICE_SPANS]; /* owned; NULL: not made yet */
     int                dests[SMP_DEVICE_SPANS];  /* the receiver of a taken slot */
-    bool               empty;                    /* it has no memory any more */
-    smp_device_reader *readers;                  /* owned */
+    void             **kept;                     /* owned: other events, till the end */
+    size_t             nkept;
+    bool               empty;   /* it has no memory any more */
+    smp_device_reader *readers; /* owned */
     int                nreaders;
 };
 
@@ -58,6 +60,7 @@ drop_books(smp_device_pool *pool)
         smp_segment_unref(pool->readers[i].segment);
     }
     free(pool->readers);
+    free(pool->kept);
     smp_arena_destroy(pool->arena);
     smp_segment_unref(pool->own);
     free(pool);
@@ -76,6 +79,9 @@ give_memory_back(smp_device_pool *pool)
             if (pool->events[i] != NULL) {
                 (void)driver->event_destroy(pool->events[i]);
             }
+        }
+        for (size_t i = 0; i < pool->nkept; i++) {
+            (void)driver->event_destroy(pool->kept[i]);
         }
         (void)driver->event_destroy(pool->tried);
         (void)driver->free(pool->base);
@@ -267,6 +273,18 @@ void
 smp_device_pool_measure(smp_device_pool *pool, smp_arena_use *use)
 {
     smp_arena_measure(pool->arena, use);
+}
+
+void
+smp_device_pool_keep(smp_device_pool *pool, void *const *events, size_t n)
+{
+    void **kept = realloc(pool->kept, (pool->nkept + n) * sizeof(*kept));
+
+    if (kept != NULL) { /* else they are left to the end of the process */
+        memcpy(kept + pool->nkept, events, n * sizeof(*kept));
+        pool->kept = kept;
+        pool->nkept += n;
+    }
 }
 
 void

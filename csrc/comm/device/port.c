@@ -127,20 +127,18 @@ copy_there(smp_device_port *port, smp_port_peer *peer, uint64_t data, size_t byt
         smp_port_shut(port);
         return NULL;
     }
-    if (!smp_landing_take(&peer->landings, port->driver, its, port->rank, bytes,
-                          &number, &at, port->why)) {
+    at = smp_landing_take(&peer->landings, port->driver, its, port->rank, bytes,
+                          &number);
+    if (at != 0 && !copy_between(port, at, data, bytes, stream, NULL,
+                                 peer->landings.written[number], &begun, port->why)) {
+        if (!begun) {
+            atomic_store(&its->landings[number].state, SMP_LANDING_OPEN);
+        } /* else the landing is never used again */
         smp_port_shut(port);
-    } else if (at != 0) {
-        if (!copy_between(port, at, data, bytes, stream, NULL,
-                          peer->landings.written[number], &begun, port->why)) {
-            if (!begun) {
-                atomic_store(&its->landings[number].state, SMP_LANDING_OPEN);
-            } /* else the landing is never used again */
-            smp_port_shut(port);
-        } else if (smp_block_landing(peer->segment, number, bytes, &block) != SMP_OK) {
-            block = NULL;
-            atomic_store(&its->landings[number].state, SMP_LANDING_LEFT);
-        }
+    } else if (at != 0 &&
+               smp_block_landing(peer->segment, number, bytes, &block) != SMP_OK) {
+        block = NULL;
+        atomic_store(&its->landings[number].state, SMP_LANDING_LEFT);
     }
     smp_driver_leave(port->driver);
     return block;
@@ -219,9 +217,7 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
     if (smp_port_is_open(port, device) && !is_captured(port, stream, &known) && known) {
         switch (atomic_load(&peer->segment->device->pools[port->rank])) {
         case SMP_READER_OPEN:
-            if (peer->landings.works) {
-                block = copy_there(port, peer, data, bytes, stream);
-            }
+            block = copy_there(port, peer, data, bytes, stream);
             if (block != NULL) {
                 atomic_fetch_add(&port->landed, 1);
             } else if (smp_port_state_of(port) == SMP_PORT_OPEN) {
@@ -373,11 +369,13 @@ copy_from_landing(smp_device_port *port, smp_port_peer *peer, smp_block *block,
     if (r == NULL) {
         return false;
     }
-    if (to == at) {
+    if (to == at) { /* by the own stream: the user's waits for other ranks through it */
         done = smp_driver_ok(driver, "cuStreamWaitEvent",
-                             driver->stream_wait(stream, came, 0), why) &&
+                             driver->stream_wait(port->stream, came, 0), why) &&
                smp_driver_ok(driver, "cuEventRecord",
-                             driver->event_record(r->event, stream), why);
+                             driver->event_record(r->event, port->stream), why) &&
+               smp_driver_ok(driver, "cuStreamWaitEvent",
+                             driver->stream_wait(stream, r->event, 0), why);
     } else {
         done = copy_between(port, to, at, block->bytes, stream, came, r->event, &begun,
                             why);
@@ -433,10 +431,12 @@ smp_device_get(smp_device_port *port, int source, smp_block *block, uint64_t to,
 void
 smp_device_sweep(smp_device_port *port)
 {
+    bool     offers = port->landings != NULL && smp_landings_pending(port->landings);
     reading *r;
     char     why[SMP_DRIVER_TEXT];
 
-    if (port->first == NULL || !smp_driver_enter(port->driver, port->context, why)) {
+    if ((port->first == NULL && !offers) ||
+        !smp_driver_enter(port->driver, port->context, why)) {
         return;
     }
     while ((r = port->first) != NULL &&
@@ -444,6 +444,9 @@ smp_device_sweep(smp_device_port *port)
         port->first = r->next;
         end_reading(port, r);
         put_spare(port, r);
+    }
+    if (offers) {
+        smp_landings_show(port->landings);
     }
     smp_driver_leave(port->driver);
 }
@@ -484,19 +487,22 @@ smp_device_offer_landing(smp_device_port *port, int source, uint64_t at, size_t 
     return offered;
 }
 
+/* NULL for a dead one, too: its events may never come. */
 static smp_landing_peer *
 landing_peer(void *of, int rank)
 {
     const smp_device_port *port = of;
+    bool                   dead =
+        port->ask.gone(port->ask.comm, rank) && !port->ask.left(port->ask.comm, rank);
 
-    return port->peers[rank] == NULL ? NULL : &port->peers[rank]->landings;
+    return port->peers[rank] == NULL || dead ? NULL : &port->peers[rank]->landings;
 }
 
 void
-smp_device_stop_landings(smp_device_port *port)
+smp_device_pause_landings(smp_device_port *port)
 {
     if (port->landings != NULL) {
-        smp_landings_stop(port->landings);
+        smp_landings_pause(port->landings);
     }
 }
 
@@ -506,13 +512,11 @@ smp_device_end_step(smp_device_port *port)
     char why[SMP_DRIVER_TEXT];
 
     smp_device_sweep(port);
-    if (port->landings == NULL || smp_port_state_of(port) != SMP_PORT_OPEN ||
-        !smp_driver_enter(port->driver, port->context, why)) {
-        return;
+    if (port->landings != NULL && smp_driver_enter(port->driver, port->context, why)) {
+        smp_landings_end_step(port->landings, landing_peer, port, port->stream);
+        smp_driver_leave(port->driver);
+        port->step_ended = true;
     }
-    smp_landings_end_step(port->landings, landing_peer, port);
-    smp_driver_leave(port->driver);
-    port->step_ended = true;
 }
 
 /* -------------------------------------------------------- setup, end, counters */
@@ -550,7 +554,6 @@ close_pools(smp_device_port *port)
         if (peer == NULL || peer->base == 0) {
             continue;
         }
-        smp_landing_peer_end(&peer->landings, port->driver, false);
         for (uint32_t i = 0; i < SMP_DEVICE_SPANS; i++) {
             if (peer->events[i] != NULL) {
                 (void)port->driver->event_destroy(peer->events[i]);
@@ -603,6 +606,20 @@ retire_pool(smp_device_port *port, bool leave)
                            leave || readers == NULL);
 }
 
+/* The events of this rank that `peer` has opened end with the pool: it has that open,
+ * too. */
+static void
+keep_events(smp_device_port *port, const smp_landing_peer *peer)
+{
+    smp_device_pool *pool = atomic_load(&port->pool);
+
+    for (uint32_t i = 0; i < SMP_LANDINGS && pool != NULL; i++) {
+        if (peer->written[i] != NULL) {
+            smp_device_pool_keep(pool, &peer->written[i], 1);
+        }
+    }
+}
+
 void
 smp_device_port_destroy(smp_device_port *port)
 {
@@ -615,13 +632,17 @@ smp_device_port_destroy(smp_device_port *port)
     }
     entered =
         port->stream != NULL && smp_driver_enter(port->driver, port->context, why);
+    if (entered && port->landings != NULL) {
+        smp_landings_leave(port->landings, landing_peer, port, port->stream);
+    }
     quiet = entered && smp_streams_rest(smp_clock_ns() + FINISH_NS);
     free_readings(port, port->first, quiet);
     free_readings(port, port->spare, quiet);
-    smp_landings_destroy(port->landings, !quiet);
-    for (int r = 0; r < port->size && !quiet; r++) {
-        if (port->peers[r] != NULL) {
-            smp_landing_peer_end(&port->peers[r]->landings, port->driver, true);
+    smp_landings_destroy(port->landings, quiet);
+    for (int r = 0; r < port->size; r++) {
+        if (port->peers[r] != NULL && port->peers[r]->base != 0) {
+            keep_events(port, &port->peers[r]->landings);
+            smp_landing_peer_end(&port->peers[r]->landings, port->driver, !quiet);
         }
     }
     if (quiet) {

@@ -121,8 +121,8 @@ bool smp_device_offer_landing(smp_device_port *port, int source, uint64_t at,
                               size_t bytes, void *stream, void *memory,
                               void (*let_go)(void *memory));
 
-/* Nothing is offered any more: there is no memory for it. */
-void smp_device_stop_landings(smp_device_port *port);
+/* There is no memory to offer: for many steps nothing is. */
+void smp_device_pause_landings(smp_device_port *port);
 
 /* A step is over: sweeps, and takes back what was offered in vain. */
 void smp_device_end_step(smp_device_port *port);

@@ -153,6 +153,17 @@ try_writing(const smp_device_port *port, const smp_port_peer *peer, void *stream
     return smp_trial_read(driver, port->arrived, bytes, seed, stream, why);
 }
 
+/* Whether the pool of a rank is on this rank's device. */
+static bool
+shares_device(const smp_device_port *port, const smp_port_peer *peer)
+{
+    int number = -1;
+
+    return port->driver->pointer_attribute(&number, SMP_DRIVER_DEVICE_ORDINAL,
+                                           peer->base) == SMP_DRIVER_OK &&
+           number == port->number;
+}
+
 /* Copies the pattern out of a pool as tensors will be, on a stream of its own: the
  * port's may have to wait for tensors.  Takes `written`, the pattern's event; the
  * context is current. */
@@ -181,11 +192,9 @@ try_pool(smp_device_port *port, smp_port_peer *peer, void *written,
         result = smp_trial_read(driver, port->arrived, SMP_TRIAL_BYTES, its->seed,
                                 stream, why);
     }
-    if (result == SMP_TRIAL_RIGHT) {
-        smp_trial_result writing = try_writing(port, peer, stream, why);
-
-        peer->landings.works = writing == SMP_TRIAL_RIGHT;
-        result = writing == SMP_TRIAL_FAILED ? writing : result;
+    if (result == SMP_TRIAL_RIGHT && shares_device(port, peer)) {
+        result = try_writing(port, peer, stream, why);
+        peer->landings.works = result == SMP_TRIAL_RIGHT;
     }
     if (result == SMP_TRIAL_FAILED) {
         port->trial = stream;

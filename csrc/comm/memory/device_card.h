@@ -18,17 +18,17 @@
  * broken path is off for all ranks of the host that send each other tensors.
  *
  * A *landing* is memory of the owner for a tensor that one other rank sends: that rank
- * writes the tensor there itself (comm/device/landings.h).  The owner writes all but
- * `written`:
+ * writes the tensor there itself (comm/device/landings.h).
  *
- *   NONE -> OPEN            the memory is shown, to rank `source` alone
- *   OPEN -> NONE            the owner takes it back
- *   OPEN -> TAKEN           `source` writes, or looks whether it can ...
- *   TAKEN -> OPEN, REFUSED    ... not yet, or never
- *   TAKEN -> SENT           its message is under way
- *   SENT -> NONE            the tensor has come, and is the owner's
- *   TAKEN, SENT -> LEFT     the message does not come, or is dropped
- *   LEFT, REFUSED -> NONE   the owner has seen it
+ *   owner    NONE -> OPEN            the memory is free for use, by rank `source` alone
+ *            OPEN -> NONE            it is taken back
+ *   source   OPEN -> TAKEN           it writes there, or looks whether it can ...
+ *            TAKEN -> OPEN, REFUSED    ... not yet, or never
+ *            TAKEN -> SENT           its message is under way
+ *            TAKEN -> LEFT           there is no message
+ *   owner    SENT -> NONE            the tensor has come
+ *            SENT -> LEFT            its message is dropped
+ *            LEFT, REFUSED -> NONE   it has seen this
  *
  * The card shows the slabs of the owner's arena for tensors on their way through host
  * memory, too (comm/device/pinned.h): each is written before `nslabs` counts it, once.
@@ -77,15 +77,14 @@ enum {
 
 typedef struct {
     _Atomic uint32_t  state;  /* SMP_LANDING_* */
-    _Atomic int32_t   source; /* like all below, as it was when it became OPEN */
+    _Atomic int32_t   source; /* like all but `written`, set before it is OPEN */
     _Atomic uint64_t  bytes;  /* of the tensor */
     uint64_t          offset; /* in its allocation (comm/device/allocations.h): */
     uint64_t          identity;
     uint64_t          base;
     uint64_t          allocated;
     smp_driver_handle memory;
-    smp_driver_handle ready;   /* an event: the memory is free to be written */
-    smp_driver_handle written; /* an event of source's: the tensor is there */
+    smp_driver_handle written; /* an event of source's: the tensor is there; its own */
 } smp_landing;
 
 /* A part of the arena. */

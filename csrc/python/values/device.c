@@ -99,6 +99,21 @@ allocate_row(dl_device device, const smp_tensor_meta *meta, uint64_t *at,
     return row;
 }
 
+/* Whether a row was made in inference mode, as one made now would be, or not: 1, or 0;
+ * -1 with an exception. */
+static int
+is_of_this_mode(PyObject *row)
+{
+    PyObject *now = PyObject_CallNoArgs(smp_torch.is_inference);
+    PyObject *then =
+        now == NULL ? NULL : PyObject_CallMethod(row, "is_inference", NULL);
+    int same = then == NULL ? -1 : now == then; /* of True and False */
+
+    Py_XDECREF(now);
+    Py_XDECREF(then);
+    return same;
+}
+
 /* The tensor that the sender's device has written, if it can be had as it is. */
 static PyObject *
 landed_row(const smp_device_port *port, const smp_block *block,
@@ -111,7 +126,7 @@ landed_row(const smp_device_port *port, const smp_block *block,
     if (row == NULL || its_stream != stream) {
         return NULL; /* PyTorch would give its memory back on another stream */
     }
-    if (smp_torch.dlpack->borrow(row, &t) != 0) {
+    if (is_of_this_mode(row) != 1 || smp_torch.dlpack->borrow(row, &t) != 0) {
         PyErr_Clear();
         return NULL;
     }
@@ -133,7 +148,7 @@ offer_next(smp_device_port *port, int source, dl_device device,
     row = allocate_row(device, meta, &at, "memory for the next tensor");
     if (row == NULL) {
         PyErr_Clear();
-        smp_device_stop_landings(port); /* the device is full */
+        smp_device_pause_landings(port); /* the device is full */
     } else if (!smp_device_offer_landing(port, source, at, (size_t)meta->bytes, stream,
                                          row, let_go)) {
         Py_DECREF(row);
