@@ -65,6 +65,11 @@ def test_a_split_table_with_the_options_of_torchs(option, by_rows):
     want.backward(gradient)
     slices = slices_of(table.weight)
     assert table.weight.grad.is_sparse == whole.weight.grad.is_sparse == (option == "sparse")
+    if option == "sparse":
+        (got,), (want,) = (of.weight.grad.coalesce().indices() for of in (table, whole))
+        first = slices.ranges[group.rank()][0][0] if by_rows else 0
+        wanted = [n - first for n in want.tolist() if 0 <= n - first < len(table.weight)]
+        assert got.tolist() == wanted  # SparseAdam updates these rows
     got = table.weight.grad.to_dense()
     assert_near(got, slices.take(whole.weight.grad.to_dense(), group.rank()), "gradient")
     assert_near(table.weight, slices.take(whole.weight, group.rank()), "table")

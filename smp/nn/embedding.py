@@ -205,6 +205,12 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         if padding is not None:
             padding -= self._first_row
             padding = padding if 0 <= padding < self.weight.size(0) else None
+        if self.sparse and not group.is_traced():
+            # SparseAdam updates each row with an entry, also of zeros.
+            own = ~elsewhere
+            rows = F.embedding(local[own], self.weight, padding, sparse=True)
+            found = rows.new_zeros(len(indices), rows.size(-1))
+            return found.masked_scatter(own.unsqueeze(-1), rows)
         found = F.embedding(
             local.masked_fill(elsewhere, 0), self.weight, padding, sparse=self.sparse
         )
