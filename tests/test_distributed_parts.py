@@ -78,6 +78,16 @@ def test_a_split_table_with_the_options_of_torchs(option, by_rows):
     assert_near(out, want[:1] if group.rank() == 0 else want[1:], "vectors without grad")
 
 
+@on_ranks(2)
+def test_a_table_from_given_vectors():
+    split_over_all_ranks()
+    given = torch.randn(7, 5, dtype=torch.float64)
+    table = smp.nn.DistributedEmbedding.from_pretrained(given, True, 2, vocab_parallel=True)
+    assert table.padding_idx == 2 and not table.weight.requires_grad
+    assert torch.equal(smp.DistributedModel(table).state_dict()["weight"], given)
+    assert smp.nn.DistributedEmbedding.from_pretrained(given, freeze=False).weight.requires_grad
+
+
 @pytest.mark.parametrize("ranks_alike", [False, True])
 @on_ranks(2)
 def test_an_index_that_is_no_row_is_named(ranks_alike):

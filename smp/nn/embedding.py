@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from smp import ranks
 from smp.marks import PATH
+from smp.slicing import split_parameters
 from smp.slicing.slices import Slices, in_words
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.rows import same_samples
@@ -91,6 +92,25 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         self.skip_allgather = skip_allgather
         self.skip_scatter_and_merge = skip_scatter_and_merge
         self._split(vocab_parallel)
+        split_parameters.guard(self, type(self).__name__)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, *args: Any, **options: Any
+    ) -> "DistributedEmbedding":
+        """One with a slice of a table, as ``nn.Embedding.from_pretrained``.
+
+        Args:
+            embeddings: the whole table; it is copied.
+            freeze: whether the table stays as it is.
+            args, options: the options from ``padding_idx`` on.
+        """
+        made = cls(
+            *embeddings.shape, *args, weight=embeddings, device=embeddings.device,
+            dtype=embeddings.dtype, **options,
+        )  # fmt: skip
+        made.weight.requires_grad_(not freeze)
+        return made
 
     @classmethod
     def take_over(cls, embedding: nn.Embedding, vocab_parallel: bool = False) -> None:
