@@ -163,13 +163,17 @@ class SplitParameter(SplitTensor, nn.Parameter):
 def guard(module: nn.Module, path: str) -> None:
     """Have all cut parameters in a module be such; they stay the same objects.
 
+    A slice of one rank is the whole.
+
     Args:
-        module: split in place.
+        module: split in place, or made so by the script.
         path: of it.
     """
     patches.foreach_types.while_alive(module, SplitParameter)
     for parameter in module.parameters():
-        if slices_of(parameter) is not None and type(parameter) is nn.Parameter:
+        slices = slices_of(parameter)
+        is_cut = slices is not None and len(slices.ranges) > 1
+        if is_cut and type(parameter) is nn.Parameter:
             set_class(parameter, SplitParameter)
     rename(module, path)
 
