@@ -33,6 +33,11 @@ def test_values_of_a_new_table():
     assert table.weight.dtype == torch.float64
     given += 1
     assert table.weight[0, 0] == 0  # it is copied
+    for shape in ((2,), (1, 2), (2, 3)):
+        with pytest.raises(
+            ValueError, match=r"weight of shape \[.*: the whole table has \[3, 2"
+        ):
+            smp.nn.DistributedEmbedding(3, 2, weight=torch.ones(shape))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

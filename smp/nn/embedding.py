@@ -40,7 +40,8 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
     Shapes: indices ``[samples, ...]``, output ``[samples, ..., embedding_dim]``.
 
     Raises:
-        ValueError: ``skip_scatter_and_merge`` together with ``vocab_parallel``.
+        ValueError: ``skip_scatter_and_merge`` together with ``vocab_parallel``, or a weight of
+            another shape.
     """
 
     vocab_parallel: bool
@@ -70,6 +71,11 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
                 "smp.nn.DistributedEmbedding: skip_scatter_and_merge=True with "
                 "vocab_parallel=True: no rank has a slice of each vector of a table that is "
                 "cut by its rows"
+            )
+        if weight is not None and weight.shape != (num_embeddings, embedding_dim):
+            raise ValueError(
+                f"smp.nn.DistributedEmbedding: weight of shape {list(weight.shape)}: the whole "
+                f"table has [{num_embeddings}, {embedding_dim}]"
             )
         super().__init__(
             num_embeddings,

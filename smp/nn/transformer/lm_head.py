@@ -103,7 +103,8 @@ class DistributedTransformerLMHead(DistributedModule):
             IndexError: an id or a label is no row of the embedding; on a GPU an assertion
                 fails.
             TypeError: another number of inputs.
-            ValueError: ids of another shape, or more positions than ``num_positions``.
+            ValueError: ids or mask of another shape, or more positions than
+                ``num_positions``.
         """
         loss, logits = self.loss_and_logits(inputs, logits=False)
         out = logits if loss is None else loss
@@ -161,6 +162,12 @@ class DistributedTransformerLMHead(DistributedModule):
             raise ValueError(
                 f"smp.nn.DistributedTransformerLMHead: ids of shape {list(ids.shape)}: there "
                 f"are num_positions={most}"
+            )
+        if mask is not None and (mask.dim() != 2 or mask.size(1) != ids.size(1)):
+            raise ValueError(
+                f"smp.nn.DistributedTransformerLMHead: mask of shape {list(mask.shape)} with "
+                f"ids of shape {list(ids.shape)}: must be [samples, positions], 1 where a "
+                "position is hidden"
             )
         return ids, mask, types, places, between or None, labels
 
