@@ -111,10 +111,15 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
             freeze: whether the table stays as it is.
             args, options: the options from ``padding_idx`` on.
         """
-        made = cls(
-            *embeddings.shape, *args, weight=embeddings, device=embeddings.device,
-            dtype=embeddings.dtype, **options,
-        )  # fmt: skip
+        make: Any = cls
+        made = make(
+            *embeddings.shape,
+            *args,
+            weight=embeddings,
+            device=embeddings.device,
+            dtype=embeddings.dtype,
+            **options,
+        )
         made.weight.requires_grad_(not freeze)
         return made
 
