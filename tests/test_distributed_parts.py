@@ -15,7 +15,7 @@ from smp.nn import vocabulary_parallel_cross_entropy
 from smp.slicing.slices import is_scaled_batch, slices_of
 from smp.tensor_parallel import group
 from tests.ranks import on_ranks
-from tests.reference.whole_job import assert_near, in_float64, split_over_all_ranks
+from tests.reference.whole_job import assert_near, in_float64, own, split_over_all_ranks
 
 # ---------------------------------------------------------------------------- embeddings
 
@@ -33,6 +33,11 @@ def test_values_of_a_new_table():
     assert table.weight.dtype == torch.float64
     given += 1
     assert table.weight[0, 0] == 0  # it is copied
+    for shape in ((2,), (1, 2), (2, 3)):
+        with pytest.raises(
+            ValueError, match=r"weight of shape \[.*: the whole table has \[3, 2"
+        ):
+            smp.nn.DistributedEmbedding(3, 2, weight=torch.ones(shape))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,12 +70,27 @@ def test_a_split_table_with_the_options_of_torchs(option, by_rows):
     want.backward(gradient)
     slices = slices_of(table.weight)
     assert table.weight.grad.is_sparse == whole.weight.grad.is_sparse == (option == "sparse")
+    if option == "sparse":
+        (got,), (want,) = (of.weight.grad.coalesce().indices() for of in (table, whole))
+        first = slices.ranges[group.rank()][0][0] if by_rows else 0
+        wanted = [n - first for n in want.tolist() if 0 <= n - first < len(table.weight)]
+        assert got.tolist() == wanted  # SparseAdam updates these rows
     got = table.weight.grad.to_dense()
     assert_near(got, slices.take(whole.weight.grad.to_dense(), group.rank()), "gradient")
-    assert_near(table.weight, slices.take(whole.weight, group.rank()), "table")
+    assert_near(own(table.weight), slices.take(whole.weight, group.rank()), "table")
     with torch.no_grad():
         out, want = table(parts[group.rank()]), whole(every)
     assert_near(out, want[:1] if group.rank() == 0 else want[1:], "vectors without grad")
+
+
+@on_ranks(2)
+def test_a_table_from_given_vectors():
+    split_over_all_ranks()
+    given = torch.randn(7, 5, dtype=torch.float64)
+    table = smp.nn.DistributedEmbedding.from_pretrained(given, True, 2, vocab_parallel=True)
+    assert table.padding_idx == 2 and not table.weight.requires_grad
+    assert torch.equal(smp.DistributedModel(table).state_dict()["weight"], given)
+    assert smp.nn.DistributedEmbedding.from_pretrained(given, freeze=False).weight.requires_grad
 
 
 @pytest.mark.parametrize("ranks_alike", [False, True])

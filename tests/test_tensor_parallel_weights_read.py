@@ -224,11 +224,52 @@ def test_weights_that_are_changed_outside_of_steps(write, by_rows):
     model = smp.DistributedModel(net)
     for one in (whole, net):
         torch.manual_seed(3)
-        with torch.no_grad():
+        with torch.set_grad_enabled(write not in WRITES):
             WRITES.get(write, partial(initialized, name=write))(one)
     state = model.state_dict()
     for name, value in whole.state_dict().items():
         assert torch.equal(state[name], value), name
+
+
+def made_by_hand(read: Callable[..., Tensor], by_rows: bool) -> Net:
+    """Of the modules of ``smp.nn``: there is no mark, and no whole weight before the wrap."""
+    net = Net(read)
+    net.words = smp.nn.DistributedEmbedding(WORDS, WIDTH, vocab_parallel=by_rows)
+    net.first = smp.nn.DistributedLinear(WIDTH, INNER, by_outputs=by_rows)
+    net.second = smp.nn.DistributedLinear(INNER, WIDTH, by_outputs=by_rows)
+    return net
+
+
+@pytest.mark.parametrize("by_rows", [False, True], ids=["by columns", "by rows"])
+@on_ranks(2)
+def test_weights_of_modules_made_by_hand_are_served_before_the_wrap_as_well(by_rows):
+    split_over_all_ranks()
+    torch.set_default_dtype(torch.float64)
+    net, whole = made_by_hand(penalty, by_rows), Net(penalty)
+    for one in (net, whole):
+        torch.manual_seed(3)
+        made_again(one)
+        as_transformers_does(one)
+        initialized(one, "xavier_normal_")
+    with pytest.raises(RuntimeError, match="needs all of 'DistributedLinear.weight', of sh"):
+        nn.utils.parametrizations.weight_norm(net.second)
+    values = copy.deepcopy(whole.state_dict())
+    job = WholeJob(net, squares, batch, plain=whole)
+    state = job.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in values.items())
+    job.run(2)
+    with pytest.raises(RuntimeError, match=r"smp: norm needs all of 'first.weight'"):
+        net.first.weight.norm()
+
+
+@on_ranks(2)
+def test_tied_modules_made_by_hand_are_cut_alike():
+    split_over_all_ranks()
+    table = smp.nn.DistributedEmbedding(WORDS, WIDTH)
+    head = smp.nn.DistributedLinear(WIDTH, WORDS, bias=False, by_outputs=True)
+    head.weight = table.weight
+    with pytest.raises(ValueError, match="'1' cuts its 'weight' along axis 0, .*axis 1: have"):
+        smp.DistributedModel(nn.Sequential(table, head))
 
 
 def in_forward(net: Net, x: Tensor) -> Tensor:

@@ -487,6 +487,12 @@ def test_batches_of_a_language_model_that_do_not_fit_are_named():
     long = torch.zeros(2, 9, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"ids of shape \[2, 9\]: there are num_positions=8"):
         net((long, *[None] * 4))
+    for mask in (torch.zeros(2, 7), torch.zeros(2, 1, 1, 8)):
+        words = (
+            rf"mask of shape \[{', '.join(map(str, mask.shape))}\] with ids of shape \[2, 8\]"
+        )
+        with pytest.raises(ValueError, match=words):
+            net((ids, mask, None, None, None))
     for batch in ((ids, *[None] * 4), [ids, *[None] * 4]):
         assert net(batch).shape == (2, 8, 7)
     assert net((long, None, None, long, None)).shape == (2, 9, 7)  # at places of their own

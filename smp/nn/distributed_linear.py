@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp.marks import PATH
+from smp.slicing import split_parameters
 from smp.slicing.slices import Slices, in_words
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.rows import cross_entropy, same_samples
@@ -39,6 +40,7 @@ class DistributedLinear(nn.Linear, DistributedModule):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self._split(by_outputs)
+        split_parameters.guard(self, type(self).__name__)
 
     @classmethod
     def take_over(cls, linear: nn.Linear, by_outputs: bool = False) -> None:

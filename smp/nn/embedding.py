@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from smp import ranks
 from smp.marks import PATH
+from smp.slicing import split_parameters
 from smp.slicing.slices import Slices, in_words
 from smp.tensor_parallel import group, primitives
 from smp.tensor_parallel.rows import same_samples
@@ -39,7 +40,8 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
     Shapes: indices ``[samples, ...]``, output ``[samples, ..., embedding_dim]``.
 
     Raises:
-        ValueError: ``skip_scatter_and_merge`` together with ``vocab_parallel``.
+        ValueError: ``skip_scatter_and_merge`` together with ``vocab_parallel``, or a weight of
+            another shape.
     """
 
     vocab_parallel: bool
@@ -70,6 +72,11 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
                 "vocab_parallel=True: no rank has a slice of each vector of a table that is "
                 "cut by its rows"
             )
+        if weight is not None and weight.shape != (num_embeddings, embedding_dim):
+            raise ValueError(
+                f"smp.nn.DistributedEmbedding: weight of shape {list(weight.shape)}: the whole "
+                f"table has [{num_embeddings}, {embedding_dim}]"
+            )
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -91,6 +98,30 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         self.skip_allgather = skip_allgather
         self.skip_scatter_and_merge = skip_scatter_and_merge
         self._split(vocab_parallel)
+        split_parameters.guard(self, type(self).__name__)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, *args: Any, **options: Any
+    ) -> "DistributedEmbedding":
+        """One with a slice of a table, as ``nn.Embedding.from_pretrained``.
+
+        Args:
+            embeddings: the whole table; it is copied.
+            freeze: whether the table stays as it is.
+            args, options: the options from ``padding_idx`` on.
+        """
+        make: Any = cls
+        made = make(
+            *embeddings.shape,
+            *args,
+            weight=embeddings,
+            device=embeddings.device,
+            dtype=embeddings.dtype,
+            **options,
+        )
+        made.weight.requires_grad_(not freeze)
+        return made
 
     @classmethod
     def take_over(cls, embedding: nn.Embedding, vocab_parallel: bool = False) -> None:
@@ -205,6 +236,12 @@ class DistributedEmbedding(nn.Embedding, DistributedModule):
         if padding is not None:
             padding -= self._first_row
             padding = padding if 0 <= padding < self.weight.size(0) else None
+        if self.sparse and not group.is_traced():
+            # SparseAdam updates each row with an entry, also of zeros.
+            own = ~elsewhere
+            rows = F.embedding(local[own], self.weight, padding, sparse=True)
+            found = rows.new_zeros(len(indices), rows.size(-1))
+            return found.masked_scatter(own.unsqueeze(-1), rows)
         found = F.embedding(
             local.masked_fill(elsewhere, 0), self.weight, padding, sparse=self.sparse
         )

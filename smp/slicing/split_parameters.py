@@ -163,14 +163,25 @@ class SplitParameter(SplitTensor, nn.Parameter):
 def guard(module: nn.Module, path: str) -> None:
     """Have all cut parameters in a module be such; they stay the same objects.
 
+    A slice of one rank is the whole.
+
     Args:
-        module: split in place.
+        module: split in place, or made so by the script.
         path: of it.
     """
     patches.foreach_types.while_alive(module, SplitParameter)
-    for name, parameter in module.named_parameters():
-        if slices_of(parameter) is not None and type(parameter) is nn.Parameter:
+    for parameter in module.parameters():
+        slices = slices_of(parameter)
+        is_cut = slices is not None and len(slices.ranges) > 1
+        if is_cut and type(parameter) is nn.Parameter:
             set_class(parameter, SplitParameter)
+    rename(module, path)
+
+
+def rename(module: nn.Module, path: str) -> None:
+    """Have errors name the guarded parameters of a module by its path."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, SplitParameter):
             setattr(parameter, PATH_OF_PARAMETER, f"{path}.{name}" if path else name)
 
 
@@ -284,5 +295,5 @@ def refuse(part: Tensor, name: str, together: bool = False) -> Any:
             f"smp: {name} needs all of '{path}', of shape {whole_shape(part)}, and it is split "
             f"over the TP_GROUP: this rank has {list(part.shape)}: {elsewhere}, or leave its "
             f"module whole before smp.DistributedModel: smp.set_tensor_parallelism('{module}', "
-            "False)"
+            "False), or torch.nn's class in the place of smp.nn's"
         )

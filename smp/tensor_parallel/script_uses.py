@@ -274,7 +274,9 @@ def _draw(func: Any, part: SplitTensor, rest: tuple, kwargs: dict[str, Any]) -> 
     whole = _empty_whole(part)
     kwargs = {k: v for k, v in kwargs.items() if v is not part}  # tensor=
     func(whole, *rest, **kwargs)
-    part.copy_(slices.take(whole, group.rank()))
+    initializes = getattr(func, "__module__", "") == INIT  # without autograd, as torch's do
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not initializes):
+        part.copy_(slices.take(whole, group.rank()))
     return part
 
 

@@ -52,14 +52,9 @@ class DistributedTransformerLMHead(DistributedModule):
             options: those given to ``__init__``.
         """
         size, eps = options.hidden_size, options.layernorm_epsilon
-        self.word_embedding = DistributedEmbedding(
-            options.vocab_size,
-            size,
-            vocab_parallel=True,
-            initializer_range=(
-                options.initializer_range if options.use_normal_initialization else 1.0
-            ),
-        )
+        self.word_embedding = nn.Embedding(options.vocab_size, size)
+        options.initialize(self.word_embedding)
+        DistributedEmbedding.take_over(self.word_embedding, vocab_parallel=True)
         self.position_embedding = _embedding(options.num_positions, options)
         self.token_type_embedding = _embedding(options.num_token_types, options)
         self.transformer = DistributedTransformer(
@@ -76,15 +71,15 @@ class DistributedTransformerLMHead(DistributedModule):
     def _head(self, options: Options) -> DistributedLinear:
         size, rows, bias = options.hidden_size, options.vocab_size, options.use_lm_head_bias
         if not options.tie_input_output_embedding:
-            head = DistributedLinear(size, rows, bias, by_outputs=True)
+            head = nn.Linear(size, rows, bias)
             options.initialize(head)
-            return head
-        tied = nn.Linear(size, rows, bias=False, device="meta")
-        tied.weight = self.word_embedding.weight
-        tied.bias = nn.Parameter(torch.zeros(rows)) if bias else None  # type: ignore[assignment]
-        DistributedLinear.take_over(tied, by_outputs=True)
-        assert isinstance(tied, DistributedLinear)
-        return tied
+        else:
+            head = nn.Linear(size, rows, bias=False, device="meta")
+            head.weight = self.word_embedding.weight
+            head.bias = nn.Parameter(torch.zeros(rows)) if bias else None  # type: ignore[assignment]
+        DistributedLinear.take_over(head, by_outputs=True)
+        assert isinstance(head, DistributedLinear)
+        return head
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
         """Logits, or with labels the loss.  Collective over the TP_GROUP.
@@ -108,7 +103,8 @@ class DistributedTransformerLMHead(DistributedModule):
             IndexError: an id or a label is no row of the embedding; on a GPU an assertion
                 fails.
             TypeError: another number of inputs.
-            ValueError: ids of another shape, or more positions than ``num_positions``.
+            ValueError: ids or mask of another shape, or more positions than
+                ``num_positions``.
         """
         loss, logits = self.loss_and_logits(inputs, logits=False)
         out = logits if loss is None else loss
@@ -166,6 +162,12 @@ class DistributedTransformerLMHead(DistributedModule):
             raise ValueError(
                 f"smp.nn.DistributedTransformerLMHead: ids of shape {list(ids.shape)}: there "
                 f"are num_positions={most}"
+            )
+        if mask is not None and (mask.dim() != 2 or mask.size(1) != ids.size(1)):
+            raise ValueError(
+                f"smp.nn.DistributedTransformerLMHead: mask of shape {list(mask.shape)} with "
+                f"ids of shape {list(ids.shape)}: must be [samples, positions], 1 where a "
+                "position is hidden"
             )
         return ids, mask, types, places, between or None, labels
 

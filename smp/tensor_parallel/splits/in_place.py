@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from smp.collectives import objects
-from smp.marks import BY_ROWS, PATH, REGION, TENSOR_PARALLELISM
+from smp.marks import BY_ROWS, HELD, PATH, REGION, TENSOR_PARALLELISM
 from smp.modules import delayed_init
 from smp.modules.pins import keep_together
 from smp.modules.stand_ins import users_class
 from smp.pytorch import compiled_code
 from smp.ranks import CommGroup
 from smp.slicing import split_parameters
+from smp.slicing.slices import slices_of
 from smp.tensor_parallel import group
 from smp.tensor_parallel.rows import adapters, inside_regions
 from smp.tensor_parallel.rows.linears import TooShort
@@ -117,6 +118,8 @@ class _Splitting:
         for path, module in self.model.named_modules():
             if isinstance(module, DistributedModule):
                 module.__dict__[PATH] = path
+                split_parameters.rename(module, path)
+                _refuse_other_cuts(module, path)
                 if not module.IS_CONTAINER:
                     keep_together(module)
         self.model = self.compiled.put_back(self.model, self.replaced)
@@ -291,6 +294,23 @@ class _Splitting:
             if not set(self.owners[id(parameter)]) <= inside:
                 return f"its parameter '{name}' is shared with a module outside of it"
         return ""
+
+
+def _refuse_other_cuts(module: nn.Module, path: str) -> None:
+    """Refuse a weight that a script has tied to one cut otherwise.
+
+    Raises:
+        ValueError: the text names the module and both axes.
+    """
+    for name, slices in module.__dict__.get(HELD, {}).items():
+        weight = module._parameters.get(name)
+        given = None if weight is None else slices_of(weight)
+        if given not in (None, slices):
+            raise ValueError(
+                f"smp: '{path}' cuts its '{name}' along axis {slices.axis}, and has that of "
+                f"another module, cut along axis {given.axis}: have both cut alike, a linear "
+                "with by_outputs=True and an embedding with vocab_parallel=True, or neither"
+            )
 
 
 def leaf_class(module: nn.Module) -> type[nn.Module] | None:
