@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -138,6 +140,7 @@ def said(net, around_step=nullcontext):
         (Dispatching, "Dispatching is active around module 'far'"),
         (counting_flops, "FlopCounterMode is active around"),
         (saved, "saved_tensors_hooks is active around module 'far'"),
+        (parametrize.cached, r"parametrize.cached\(\) is active around module 'far'"),
         (three, "context variable 'of_the_model'.*module 'far'"),
         (a_list_that_no_rank_finds, "context variable 'in_a_list' is no global of a module"),
     ],
@@ -146,6 +149,7 @@ def test_what_is_around_a_remote_call_is_named(around, says):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Net()
     net.around = around
+    weight_norm(net.far.linear)
     found = said(net)
     if smp.pp_rank() == 0:
         (text,) = found
@@ -155,7 +159,7 @@ def test_what_is_around_a_remote_call_is_named(around, says):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("around", [Counting, Dispatching, saved])
+@pytest.mark.parametrize("around", [Counting, Dispatching, saved, parametrize.cached])
 def test_what_is_around_a_step_is_named(around):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     (text,) = said(Net(), around)

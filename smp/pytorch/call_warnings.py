@@ -27,14 +27,15 @@ def forget() -> None:
     _said.clear()
 
 
-def warn_of_modes(where: str, what: str = "module") -> None:
+def warn_of_modes(where: str, what: str = "module", cached: bool = False) -> None:
     """Modes of this thread are around a remote call, or a step.
 
     Args:
         where: the module's path, or the step function's name.
         what: "module" or "step function".
+        cached: a block of ``parametrize.cached()`` is around it, too.
     """
-    if not (_function_modes() or _dispatch_modes() or _saved_hooks(True)):
+    if not (cached or _function_modes() or _dispatch_modes() or _saved_hooks(True)):
         return
     modes = [torch._C._get_function_stack_at(i) for i in range(_function_modes())]
     modes += [torch._C._get_dispatch_stack_at(i) for i in range(_dispatch_modes())]
@@ -42,6 +43,8 @@ def warn_of_modes(where: str, what: str = "module") -> None:
     hooks = _saved_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", "") != _CHECKPOINT:
         names.add("saved_tensors_hooks")
+    if cached:
+        names.add("parametrize.cached()")
     runs = "on another rank" if what == "module" else "in threads of its own, on all ranks,"
     for name in sorted(names):
         _say(
