@@ -313,8 +313,8 @@ class DataParallel:
         return output
 
     def _hear_backward(self, gradient: Tensor) -> None:
-        """A backward has come to an output; one for the sake of other gradients, as those of
-        ``torch.autograd.grad``, adds nothing to the parameters' and is not the awaited one.
+        """A backward has come to an output.  The exchange does not await one for other
+        gradients than the parameters', as that of ``torch.autograd.grad``.
         """
         if self.reduction is not None and self._is_for_parameters():
             self._finish_with_backward()
