@@ -2,10 +2,12 @@
 module's path."""
 
 import contextvars
+import random
 import re
 import warnings
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -57,6 +59,25 @@ class Set:
 
 def counting_flops():
     return FlopCounterMode(display=False)
+
+
+class Rolling:
+    def __init__(self, roll):
+        self.roll = roll
+
+    def __enter__(self):
+        self.roll()
+
+    def __exit__(self, *exception):
+        pass
+
+
+def rolling():
+    return Rolling(random.random)
+
+
+def rolling_numpys():
+    return Rolling(np.random.rand)
 
 
 def three():
@@ -141,6 +162,8 @@ def said(net, around_step=nullcontext):
         (counting_flops, "FlopCounterMode is active around"),
         (saved, "saved_tensors_hooks is active around module 'far'"),
         (parametrize.cached, r"parametrize.cached\(\) is active around module 'far'"),
+        (rolling, "draws random numbers from 'random'"),
+        (rolling_numpys, "draws random numbers from 'numpy.random'"),
         (three, "context variable 'of_the_model'.*module 'far'"),
         (a_list_that_no_rank_finds, "context variable 'in_a_list' is no global of a module"),
     ],

@@ -55,6 +55,23 @@ def warn_of_modes(where: str, what: str = "module", cached: bool = False) -> Non
         )
 
 
+def warn_of_draws(modules: tuple[str, ...]) -> None:
+    """The step draws random numbers from generators without a stream for each microbatch.
+
+    Args:
+        modules: the generators'.
+    """
+    for name in modules:
+        _say(
+            f"draws from {name}",
+            "",
+            f"the step draws random numbers from '{name}': each rank has its own, and several "
+            "microbatches draw in the order in which they come by, so that results depend on "
+            "timing; draw with torch, or with a generator that is an attribute of the drawing "
+            "module",
+        )
+
+
 def warn_of_variable(path: str, name: str) -> None:
     """A context variable has a value from the step, without a way along."""
     _say(

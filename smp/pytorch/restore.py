@@ -8,6 +8,7 @@ written by an operator.
 
 import collections
 import operator
+import pickle
 import random
 import sys
 import types
@@ -135,6 +136,17 @@ class Restore:
                 or (before is not None and not _same(buffer, before))
             )
         ]
+
+    def draws(self) -> tuple[str, ...]:
+        """The modules of Python's and NumPy's generators, if used since the entering."""
+        names = {"python": "random", "numpy": "numpy.random"}
+        now = _random_states()
+        before = self._random
+        return tuple(
+            name
+            for key, name in names.items()
+            if key in before and pickle.dumps(now[key]) != pickle.dumps(before[key])
+        )
 
     def watch(self, thing: Any, depth: int = 0) -> None:
         """Remember the content of containers and plain objects, however nested."""
