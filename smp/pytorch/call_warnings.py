@@ -103,6 +103,17 @@ def warn_of_tensor(path: str, tensor: Tensor) -> None:
         )
 
 
+def warn_of_change_in_backward(path: str, kind: str) -> None:
+    """A module has changed its buffers in the second forward of a checkpoint."""
+    _say(
+        "change in a backward",
+        path,
+        f"module '{path}' ({kind}) changes its buffers once more in backward, as it is in an "
+        "activation checkpoint: their values depend on the time of that, beside the forwards "
+        "of later microbatches; leave the module out of the checkpoint",
+    )
+
+
 def warn_of_attribute(path: str, name: str, text: str) -> None:
     """Code reads an attribute set by the module on its own rank."""
     _say(f"attribute {name}", path, text)
