@@ -99,7 +99,8 @@ class ModuleTrace:
             backward may call them again; where one of them sets attributes.
         hooking: paths of modules called by it, with hooks (``x.register_hook``) on a tensor of
             their arguments or results.  Only together with it they see the tensor's whole
-            gradient, and all hooks run in the order of their registration.
+            gradient, and all hooks run in the order of their registration.  And of those called
+            inside a transform of ``torch.func``, whose tensors cannot leave the rank.
     """
 
     first: int = -1
@@ -661,6 +662,9 @@ class Recorder:
             return  # of a module's own, where no operators are seen: they come in no order
         frame = Frame(number, module)
         if not self.timing:
+            caller = self.frames[-1].number
+            if caller >= 0 and torch._C._functorch.peek_interpreter_stack() is not None:
+                self.hooking.setdefault(caller, set()).add(number)
             self._note_swaps(module)
             self._note_changes(number, self.left[number], frame.attributes, by_others=True)
         self.frames.append(frame)
