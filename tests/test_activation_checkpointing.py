@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -191,6 +192,20 @@ def test_a_module_whose_subtree_spans_ranks_is_checkpointed():
     got, _ = train(smp.set_activation_checkpointing)
 
     assert_same(got, want)
+
+
+@on_ranks(2)
+def test_buffers_that_a_checkpoint_changes_again_in_backward_are_said():
+    """Their values then depend on timing; once, on the module's rank."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 3})
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)))
+    model = distributed(net, {"": 0, "1": 1})
+    smp.set_activation_checkpointing(net[1])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        smp.step(mean_square)(model, torch.randn(6, 4))
+    said = [str(w.message) for w in caught if "once more in backward" in str(w.message)]
+    assert len(said) == smp.pp_rank() and all("'1.0' (BatchNorm1d)" in text for text in said)
 
 
 def test_the_functions_equal_a_plain_call():

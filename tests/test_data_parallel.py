@@ -9,6 +9,7 @@ import gc
 import os
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -411,6 +412,71 @@ def test_a_block_without_sync_ends_with_the_outermost(passes, in_step):
         for replica in replicas:
             for name, parameter in replica.named_parameters():
                 parameter.grad = want[name].clone()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("in_step", [False, True])
+@on_ranks(2)
+def test_gradients_without_sync_are_averaged_when_their_parameters_are_frozen(in_step, sharded):
+    """Frozen before the next step, and others thawed: all replicas make the same update."""
+    smp.init({"ddp": True, "shard_optimizer_state": sharded})
+    model = smp.DistributedModel(plain_model())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = plain_model()
+    plains = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for number in range(6):
+        for net in (model.module, plain):
+            for place, layer in enumerate((net[0], net[2], net[3])):
+                layer.requires_grad_((place + number) % 3 != 0)
+        with nullcontext() if number % 2 else model.no_sync():
+            train_mean_square(model, batch_of(smp.dp_rank(), number), in_step)
+        for rank in range(2):
+            (plain(batch_of(rank, number)).square().mean() / 2).backward()
+        if number % 2:
+            for one in (optimizer, plains):
+                one.step()
+                one.zero_grad()
+    assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), 1e-5)
+
+
+@on_ranks(2)
+def test_a_penalty_on_gradients_does_not_end_the_exchange():
+    """The backward of ``torch.autograd.grad`` is not the awaited one, outside of a step."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    replicas = [plain_model(), plain_model()]
+
+    def penalised(net: nn.Module, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        output = net(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return output.square().mean() + slope.square().sum()
+
+    penalised(model, batch_of(smp.rank())).backward()
+    for rank, replica in enumerate(replicas):
+        penalised(replica, batch_of(rank)).backward()
+    assert_close(gradients(model), averaged(replicas), 1e-5)
+
+
+@on_ranks(2)
+def test_parameters_thawed_after_a_forward_without_a_backward_are_averaged():
+    """That forward, outside of a step, began an exchange of nothing."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    model.requires_grad_(False)
+    model(batch_of(0))
+    model.requires_grad_(True)
+    model(batch_of(smp.rank())).square().mean().backward()
+    assert_close(gradients(model), of_replicas(plain_model), 1e-5)
+
+
+@on_ranks(2)
+def test_a_call_with_computed_tensors_for_parameters_is_refused_outside_of_a_step():
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    halves = {name: p / 2 for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="'0.weight' is a computed tensor.*@smp.step"):
+        torch.func.functional_call(model, halves, (batch_of(0),))
 
 
 # ------------------------------------------------------------- parameters and buffers alike

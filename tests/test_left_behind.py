@@ -2,14 +2,18 @@
 module's path."""
 
 import contextvars
+import random
 import re
 import warnings
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -55,6 +59,25 @@ class Set:
 
 def counting_flops():
     return FlopCounterMode(display=False)
+
+
+class Rolling:
+    def __init__(self, roll):
+        self.roll = roll
+
+    def __enter__(self):
+        self.roll()
+
+    def __exit__(self, *exception):
+        pass
+
+
+def rolling():
+    return Rolling(random.random)
+
+
+def rolling_numpys():
+    return Rolling(np.random.rand)
 
 
 def three():
@@ -138,6 +161,9 @@ def said(net, around_step=nullcontext):
         (Dispatching, "Dispatching is active around module 'far'"),
         (counting_flops, "FlopCounterMode is active around"),
         (saved, "saved_tensors_hooks is active around module 'far'"),
+        (parametrize.cached, r"parametrize.cached\(\) is active around module 'far'"),
+        (rolling, "draws random numbers from 'random'"),
+        (rolling_numpys, "draws random numbers from 'numpy.random'"),
         (three, "context variable 'of_the_model'.*module 'far'"),
         (a_list_that_no_rank_finds, "context variable 'in_a_list' is no global of a module"),
     ],
@@ -146,6 +172,7 @@ def test_what_is_around_a_remote_call_is_named(around, says):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     net = Net()
     net.around = around
+    weight_norm(net.far.linear)
     found = said(net)
     if smp.pp_rank() == 0:
         (text,) = found
@@ -155,7 +182,7 @@ def test_what_is_around_a_remote_call_is_named(around, says):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("around", [Counting, Dispatching, saved])
+@pytest.mark.parametrize("around", [Counting, Dispatching, saved, parametrize.cached])
 def test_what_is_around_a_step_is_named(around):
     smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
     (text,) = said(Net(), around)

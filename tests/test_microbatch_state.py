@@ -2,11 +2,14 @@
 one process, where microbatches run one after another."""
 
 import copy
+import random
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import smp
 from smp.modules import microbatch_attributes
@@ -140,6 +143,58 @@ class AuxOfChild(Block):
 
     def forward(self, x):
         return self.far(self.near(x)) + self.near.aux
+
+
+class Scaled(nn.Linear):
+    def forward(self, weight):
+        return torch.tanh(super().forward(weight))
+
+
+class Cached(Block):
+    """The parametrized weight has one graph and one value in the block of each microbatch."""
+
+    def __init__(self):
+        super().__init__()
+        parametrize.register_parametrization(self.near, "weight", Scaled(WIDTH, WIDTH))
+
+    def forward(self, x):
+        with parametrize.cached():
+            return self.near(self.far(self.near(x)))
+
+
+class Dice(Block):
+    """Draws over a call of another rank's module, with a generator of its own."""
+
+    def forward(self, x):
+        first = self.draw()
+        return self.far(x) * first + self.draw()
+
+
+class PythonDice(Dice):
+    def __init__(self):
+        super().__init__()
+        self._dice = random.Random(3)
+
+    def draw(self):
+        return self._dice.random()
+
+
+class NumPyDice(Dice):
+    def __init__(self):
+        super().__init__()
+        self._dice = [np.random.default_rng(3), np.random.RandomState(3)]
+
+    def draw(self):
+        return self._dice[0].random() + self._dice[1].rand()
+
+
+class TorchDice(Dice):
+    def __init__(self):
+        super().__init__()
+        self._dice = torch.Generator()
+
+    def draw(self):
+        return torch.rand((), generator=self._dice)
 
 
 class Functional(Block):
@@ -304,6 +359,10 @@ KINDS = [
     Modes,
     Once,
     AuxOfChild,
+    Cached,
+    PythonDice,
+    NumPyDice,
+    TorchDice,
     Functional,
     Momentum,
     BufferOfTwo,

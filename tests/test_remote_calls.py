@@ -1232,6 +1232,20 @@ def test_a_module_may_differentiate_what_is_on_its_rank(how):
     equals_a_plain_run(HasSlopes(how).double(), ("far",))
 
 
+@on_ranks(2)
+def test_modules_called_inside_a_transform_of_torch_func_are_beside_their_caller():
+    """Its tensors cannot leave the rank; without pins the partition sees to that."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Slopes("jacrev").double()
+    smp.set_partition(net.outer, 0)  # so that the other rank would have the rest
+    plain = copy.deepcopy(net)
+    model = smp.DistributedModel(net)
+    smp.step(mean_square)(model, rows(4, 0))
+    plain(rows(4, 0)).square().mean().backward()
+    assert_close(gradients(model), gradients(plain), relative=1e-12)
+    assert model.get_module_partition("inner.0") == 0
+
+
 @module_of(lambda: {"parts": nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))})
 def InThreads(self, x):
     """Runs its children side by side."""

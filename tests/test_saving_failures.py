@@ -70,6 +70,17 @@ def test_a_save_that_fails_when_all_parts_are_written_leaves_nothing(
             save(run, tmp_path, "new", partial)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("differs", ["path", "tag"])
+def test_a_folder_that_a_rank_does_not_see_is_said(differs, tmp_path):
+    """As on two hosts without a file system in common."""
+    run = trained("sgd")
+    mine = f"of_{smp.rank()}"
+    path, tag = (tmp_path / mine, "new") if differs == "path" else (tmp_path, mine)
+    with pytest.raises(smp.CheckpointError, match="(?s)made by rank 0.*'.*of_1'.*same ones"):
+        save(run, path, tag, True)
+
+
 def test_a_text_that_cannot_be_written_is_said_and_leaves_what_was_there(tmp_path):
     path = tmp_path / "newest"
     saved_files.write_text(str(path), "old")

@@ -103,6 +103,8 @@ class DataParallel:
         self._passes = 0
         self._synchronises = True
         self._divides_by_all = True
+        # Names of those with gradients of the replica's own, of steps without an exchange.
+        self._owing: set[str] = set()
         self._buckets: list[Bucket] = []
         self._built_for: list[tuple] | None = None
         self._bucket_of: dict[int, Bucket] = {}
@@ -132,13 +134,20 @@ class DataParallel:
         return [b for b in self._model.local_buffers() if not b.is_meta]
 
     def buckets(self) -> list[Bucket]:
-        """The buckets of the parameters with requires_grad now."""
+        """The buckets of the parameters to exchange now."""
         self._prepare()
         return self._buckets
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The local parameters with requires_grad now, in order of definition."""
-        return [(n, p) for n, p in self._model.local_named_parameters() if p.requires_grad]
+        """The local parameters to exchange, in order of definition: those with requires_grad
+        now, or in a step without an exchange since the last one.
+        """
+        named = self._model.local_named_parameters()
+        return [(n, p) for n, p in named if p.requires_grad or n in self._owing]
+
+    def has_exchanged(self) -> None:
+        """An exchange is over."""
+        self._owing.clear()
 
     def divisor(self, active: int) -> int:
         """The divisor of sums; ``active``: replicas with inputs left."""
@@ -146,7 +155,16 @@ class DataParallel:
 
     def _prepare(self) -> None:
         self.assign_owners()
-        parameters = [p for _, p in self.named_parameters()]
+        named = self.named_parameters()
+        computed = next((name for name, p in named if not p.is_leaf), None)
+        if computed is not None:
+            raise RuntimeError(
+                f"smp: in the place of parameter {computed!r} is a computed tensor, as "
+                "torch.func.functional_call puts it there, and the replicas average the "
+                "gradients of parameters: make this call of the model in a @smp.step, or in "
+                "the forward of a module of the model"
+            )
+        parameters = [p for _, p in named]
         # A conversion may exchange the tensor behind a parameter, and the hooks with it.
         now = [
             (id(p), p._cdata, p.dtype, gradient_dtype(p), p.device, owners.parts_of(p))
@@ -166,7 +184,8 @@ class DataParallel:
             for handle in self._grad_hooks:
                 handle.remove()
             self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters()}
-            self._grad_hooks = [hook for p in parameters for hook in self._watch_gradient(p)]
+            trained = (p for p in parameters if p.requires_grad)
+            self._grad_hooks = [hook for p in trained for hook in self._watch_gradient(p)]
 
     def assign_owners(self) -> None:
         """Give owners to this rank's parameters, once it is known which these are."""
@@ -243,22 +262,36 @@ class DataParallel:
         rt = self._rt
         objects.refuse_if_forked("smp.DistributedModel.forward", rt.boot.rank, rt.pid)
         with_buffers = self.broadcasts_buffers and self._model.training
-        self._end_what_a_backward_left()
+        inside = torch._C._current_graph_task_id() != -1
+        self._end_what_a_backward_left(inside)
         if self.reduction is None:
             if not self.takes_part():
                 return forward()
+            begin([self], with_buffers)
+        elif self._has_changed() and not inside:
+            self.reduction.active()  # ends what the others send with it
             begin([self], with_buffers)
         elif with_buffers and self._synchronises and not self.is_joining:
             self.reduction.exchange_buffers()
         return microbatches.map_tensors(forward(), self._watch)
 
-    def _end_what_a_backward_left(self) -> None:
+    def _has_changed(self) -> bool:
+        """Whether the exchange under way is of other parameters than those to train now: a
+        forward began it, no backward came, and the script froze some meanwhile, or thawed them.
+        """
+        before = self._buckets
+        return self.buckets() is not before
+
+    def _end_what_a_backward_left(self, inside: bool) -> None:
         """End the exchange left by a backward's exception: the other replicas wait.
+
+        Args:
+            inside: a backward runs.
 
         Raises:
             RuntimeError: an exchange was left, and now has failed on every replica.
         """
-        reduction, inside = self.reduction, torch._C._current_graph_task_id() != -1
+        reduction = self.reduction
         if reduction is not None and reduction.finishes_with_backward and not inside:
             finish(
                 reduction,
@@ -276,8 +309,33 @@ class DataParallel:
         reentrant checkpoint runs a backward of its own.
         """
         if output.requires_grad:
-            output.register_hook(lambda gradient: self._finish_with_backward())
+            output.register_hook(self._hear_backward)
         return output
+
+    def _hear_backward(self, gradient: Tensor) -> None:
+        """A backward has come to an output.  The exchange does not await one for other
+        gradients than the parameters', as that of ``torch.autograd.grad``.
+        """
+        if self.reduction is not None and self._is_for_parameters():
+            self._finish_with_backward()
+
+    def _is_for_parameters(self) -> bool:
+        """Whether the backward under way adds to the first parameter behind the output; also
+        without any parameter there.
+        """
+        nodes = [torch._C._current_autograd_node()]
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            if id(getattr(node, "variable", None)) in self._bucket_of:
+                try:
+                    return torch._C._will_engine_execute_node(node)
+                except RuntimeError:  # torch.autograd.grad takes this one's
+                    return False
+            found = [n for n, _ in node.next_functions if n is not None and n not in seen]
+            seen.update(found)
+            nodes += found
+        return True
 
     def _finish_with_backward(self) -> None:
         reduction = self.reduction
@@ -382,10 +440,13 @@ class DataParallel:
 
     def takes_part(self) -> bool:
         """Whether an exchange follows the step beginning now; counts steps."""
-        if not self._synchronises:
-            return False
-        self._passes = (self._passes + 1) % self._passes_per_step
-        return self._passes == 0
+        if self._synchronises:
+            self._passes = (self._passes + 1) % self._passes_per_step
+            if self._passes == 0:
+                return True
+        self._owing.update(n for n, _ in self.named_parameters())
+        self._prepare()
+        return False
 
 
 def members_of(models: Sequence[LiveModel]) -> list[DataParallel]:
@@ -465,4 +526,8 @@ def finish(
         if error is None and member.has_averages:  # there was no backward
             with torch.no_grad():
                 member.spread_averages()
-    reduction.finish(error, description)
+    try:
+        reduction.finish(error, description)
+    finally:
+        for member in reduction.members:
+            member.has_exchanged()

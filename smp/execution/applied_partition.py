@@ -8,6 +8,7 @@ from smp.modules import (
     late_hooks,
     late_modules,
     microbatch_attributes,
+    parametrizations,
     remote_modules,
 )
 from smp.modules.gates import Turns
@@ -69,6 +70,7 @@ def apply(model: LiveModel, partition: Partition, turns: Turns, when_run: Forwar
     late_modules.refuse_from_now(model)  # the same children
     late_hooks.notice_from_now(root, gates[-1], rt.pp_rank == 0)
     users_checkpoints.number_alike()
+    parametrizations.keep_apart()
     chainable = remote_modules.chainable(root, entries, turns, changing)
     if rt.tp_size > 1:
         collective = remote_modules.collective(root, entries)

@@ -28,6 +28,7 @@ from smp.modules.pins import PartitionError, inherit_pin, pin_of
 from smp.partitioning import first_forward, shared, traced_tensors, tracing
 from smp.partitioning.partition import Partition, make_partition
 from smp.partitioning.turns import turns_of
+from smp.pytorch import call_warnings
 from smp.ranks import CommGroup
 from smp.runtime import core_tables, failures, pool, sync_batch_norm
 from smp.runtime.forward_attributes import ForwardState
@@ -213,6 +214,9 @@ def _decide(
     """The partition, `Turns` and `ForwardState` of each model, and numbers for the ranks.  The
     numbers are the backward calls of a step, and each rank's expected use of its pool.
     """
+    drawn = next((trace.draws for trace in traces if trace is not None), ())
+    if drawn and rt.pp_size > 1:
+        call_warnings.warn_of_draws(drawn)
     states = [_forward_state(m, trace) for m, trace in zip(models, traces, strict=True)]
     partitions = _partitions(rt, models, traces, states)
     for trace, partition in zip(traces, partitions, strict=True):

@@ -27,6 +27,7 @@ from smp.modules import (
     late_hooks,
     live_models,
     microbatch_attributes,
+    parametrizations,
     travelling_changes,
 )
 from smp.modules.live_models import LiveModel, parts_of, record_of
@@ -432,7 +433,8 @@ class Step:
         random_state = accelerator.RandomState()
         _share_place(rt)
         context_variables.begin_step()
-        call_warnings.warn_of_modes(self.name, "step function")
+        cached = parametrizations.begin_step()
+        call_warnings.warn_of_modes(self.name, "step function", cached)
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()
         gradients = unused_collectives.PipelinedStep(

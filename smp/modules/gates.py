@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from smp import _core, marks
-from smp.modules import stand_ins
+from smp.modules import live_models, stand_ins
+from smp.pytorch import call_warnings
 
 
 class Turns(NamedTuple):
@@ -58,7 +59,7 @@ def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -
         return call(*args, **kwargs)
     modes = [(one, one.training) for one in module.modules()] if switches else []
     if not _core.await_turn(gate):
-        return call(*args, **kwargs)
+        return _again(module, call, args, kwargs)
     for one, training in modes:  # another microbatch may have switched them meanwhile
         one.training = training
     _passing.gates.add(gate)
@@ -67,6 +68,25 @@ def through_gate(module: nn.Module, call: Callable, *args: Any, **kwargs: Any) -
     finally:
         _passing.gates.discard(gate)
         _core.left(gate)
+
+
+def _again(module: nn.Module, call: Callable, args: tuple, kwargs: dict) -> Any:
+    """Make the call outside of any order: in a backward, as a checkpoint does, or outside of a
+    step.  Later microbatches' calls may be before it, so a change of buffers is said.
+    """
+    if not _core.current() or not _core.in_backward():
+        return call(*args, **kwargs)
+    before = _versions(module)
+    try:
+        return call(*args, **kwargs)
+    finally:  # a checkpoint leaves by an exception
+        if _versions(module) != before and (home := live_models.home_of(module)) is not None:
+            call_warnings.warn_of_change_in_backward(home[0], type(module).__name__)
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """The identity of each of its buffers, and the buffer's count of changes."""
+    return [(id(b), b._version) for b in module._buffers.values() if b is not None]
 
 
 def changes_nothing(module: nn.Module) -> bool:

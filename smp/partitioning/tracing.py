@@ -99,7 +99,8 @@ class ModuleTrace:
             backward may call them again; where one of them sets attributes.
         hooking: paths of modules called by it, with hooks (``x.register_hook``) on a tensor of
             their arguments or results.  Only together with it they see the tensor's whole
-            gradient, and all hooks run in the order of their registration.
+            gradient, and all hooks run in the order of their registration.  And of those called
+            inside a transform of ``torch.func``, whose tensors cannot leave the rank.
     """
 
     first: int = -1
@@ -158,6 +159,8 @@ class Trace:
         made: modules and parameters that the run has put into the models, for
             `first_forward.make`; empty: none.
         makes: the first of them, in words.
+        draws: the modules ("random", "numpy.random") with random numbers of their own drawn by
+            the run, for all roots.
     """
 
     modules: dict[str, ModuleTrace]
@@ -168,6 +171,7 @@ class Trace:
     weighed: bool = False
     made: bytes = b""
     makes: str = ""
+    draws: tuple[str, ...] = ()
 
     def changed(self) -> dict[str, str]:
         """The run's other changes, by name: attributes and tensors of modules."""
@@ -356,6 +360,7 @@ class Recorder:
 
     def _begin(self) -> None:
         self.records = [ModuleTrace() for _ in self.modules]
+        self.draws: tuple[str, ...] = ()
         self.left: list[_Attributes] = []  # by module, as its last execution left them
         self.uses: dict[tuple[int, str], _Uses] = {}  # by number of the module, and name
         self.written: set[int] = set()  # ids of parameters written by operators
@@ -419,6 +424,7 @@ class Recorder:
                 ):
                     run()
                 self.registers.take()
+                self.draws = self.restore.draws()
                 self._note_what_microbatches_share(initial)
                 for number, value, before in boxes:
                     if not is_the_same(before, content_of(value())):
@@ -656,6 +662,9 @@ class Recorder:
             return  # of a module's own, where no operators are seen: they come in no order
         frame = Frame(number, module)
         if not self.timing:
+            caller = self.frames[-1].number
+            if caller >= 0 and torch._C._functorch.peek_interpreter_stack() is not None:
+                self.hooking.setdefault(caller, set()).add(number)
             self._note_swaps(module)
             self._note_changes(number, self.left[number], frame.attributes, by_others=True)
         self.frames.append(frame)
@@ -845,7 +854,19 @@ class Recorder:
             weighed = any(record.kept_bytes for record in modules.values())
             outside = name_all(self.used_outside)
             flags = self._grad_flags(root)
-            out.append(Trace(modules, outside, flags, timed, self.meta, weighed, made, makes))
+            out.append(
+                Trace(
+                    modules,
+                    outside,
+                    flags,
+                    timed,
+                    self.meta,
+                    weighed,
+                    made,
+                    makes,
+                    self.draws,
+                )
+            )
         return out
 
     def _grad_flags(self, root: nn.Module) -> dict[str, GradFlag]:

@@ -27,14 +27,15 @@ def forget() -> None:
     _said.clear()
 
 
-def warn_of_modes(where: str, what: str = "module") -> None:
+def warn_of_modes(where: str, what: str = "module", cached: bool = False) -> None:
     """Modes of this thread are around a remote call, or a step.
 
     Args:
         where: the module's path, or the step function's name.
         what: "module" or "step function".
+        cached: a block of ``parametrize.cached()`` is around it, too.
     """
-    if not (_function_modes() or _dispatch_modes() or _saved_hooks(True)):
+    if not (cached or _function_modes() or _dispatch_modes() or _saved_hooks(True)):
         return
     modes = [torch._C._get_function_stack_at(i) for i in range(_function_modes())]
     modes += [torch._C._get_dispatch_stack_at(i) for i in range(_dispatch_modes())]
@@ -42,6 +43,8 @@ def warn_of_modes(where: str, what: str = "module") -> None:
     hooks = _saved_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", "") != _CHECKPOINT:
         names.add("saved_tensors_hooks")
+    if cached:
+        names.add("parametrize.cached()")
     runs = "on another rank" if what == "module" else "in threads of its own, on all ranks,"
     for name in sorted(names):
         _say(
@@ -49,6 +52,23 @@ def warn_of_modes(where: str, what: str = "module") -> None:
             where,
             f"{name} is active around {what} '{where}', which runs {runs} without it: enter it "
             "inside of the modules whose operators it is for",
+        )
+
+
+def warn_of_draws(modules: tuple[str, ...]) -> None:
+    """The step draws random numbers from generators without a stream for each microbatch.
+
+    Args:
+        modules: the generators'.
+    """
+    for name in modules:
+        _say(
+            f"draws from {name}",
+            "",
+            f"the step draws random numbers from '{name}': each rank has its own, and several "
+            "microbatches draw in the order in which they come by, so that results depend on "
+            "timing; draw with torch, or with a generator that is an attribute of the drawing "
+            "module",
         )
 
 
@@ -81,6 +101,17 @@ def warn_of_tensor(path: str, tensor: Tensor) -> None:
             f"a tensor crosses ranks with a call of module '{path}', and its attribute "
             f"{name!r} stays behind: pass it as an argument, or return it",
         )
+
+
+def warn_of_change_in_backward(path: str, kind: str) -> None:
+    """A module has changed its buffers in the second forward of a checkpoint."""
+    _say(
+        "change in a backward",
+        path,
+        f"module '{path}' ({kind}) changes its buffers once more in backward, as it is in an "
+        "activation checkpoint: their values depend on the time of that, beside the forwards "
+        "of later microbatches; leave the module out of the checkpoint",
+    )
 
 
 def warn_of_attribute(path: str, name: str, text: str) -> None:

@@ -1,8 +1,8 @@
 """The content of a value that can change while it stays the same object.
 
-Lists, dicts, sets and tuples, fields of plain objects, tensors and NumPy arrays, however
-nested.  Two contents are compared without another copy of any data: tensors by their
-version, arrays by a checksum.
+Lists, dicts, sets and tuples, fields of plain objects, tensors, NumPy arrays and generators of
+random numbers, however nested.  Two contents are compared without another copy of any data:
+tensors by their version, arrays by a checksum.  A generator's content is its state.
 """
 
 import zlib
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp.pytorch import restore
+from smp.pytorch import generators, restore
 
 _MOST = 4096  # elements of one value, looked into at most
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -42,6 +42,8 @@ def _content(value: Any, depth: int, looking: _Looking) -> Any:
     if kind == restore.LEAF:
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             return Content((value, 0 if value.is_inference() else value._version))
+        if isinstance(value, torch.Generator):
+            return Content((value, generators.fingerprint_of(value)))
         return value
     if depth > restore.DEEPEST or looking.left <= 0 or id(value) in looking.seen:
         return value
@@ -55,6 +57,8 @@ def _content(value: Any, depth: int, looking: _Looking) -> Any:
         if value.dtype.hasobject:
             return Content((value, _all(value.ravel(), depth, looking)))
         return Content((value, _checksum(value)))
+    if generators.is_generator(value):
+        return Content((value, generators.fingerprint_of(value)))
     state = getattr(value, "__dict__", None)
     if isinstance(state, dict):
         return Content((value, _content(state, depth, looking)))
@@ -87,6 +91,8 @@ def can_change(value: Any) -> bool:
     """Whether code may change the value's content without setting an attribute."""
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
+    if generators.is_generator(value):
+        return True
     kind = restore.kind_of(value)
     if kind == restore.TUPLE:
         return any(map(can_change, value))

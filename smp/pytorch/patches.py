@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import _foreach_supported_types
 
 from smp.torch_versions import CHECKPOINT_GENERATOR
@@ -266,6 +267,10 @@ scalers = Change(
 # Reason: gradients of calls made again by a checkpoint are added up in the first calls' order.
 # End: as of `late_hooks`.
 checkpoints = Change(_Attribute(torch.utils.checkpoint, CHECKPOINT_GENERATOR))
+
+# Reason: microbatches are in blocks with cached parametrizations at the same time.
+# End: as of `late_hooks`.
+cached_parametrizations = Change(_Inside(parametrize.cached))
 
 # Reason: the first step's run shows the uses of modules and parameters.
 # End: of this run.

@@ -8,6 +8,7 @@ written by an operator.
 
 import collections
 import operator
+import pickle
 import random
 import sys
 import types
@@ -20,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from smp.pytorch import accelerator
+from smp.pytorch import accelerator, generators
 
 DEEPEST = 8  # levels of nested containers to look at
 
@@ -67,7 +68,7 @@ class Restore:
         # In order: a tensor, and a copy of its content; True: the very data.
         self._written: list[tuple[Tensor, Tensor, bool]] = []
         self._writes: set[tuple] = set()
-        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self._generators: dict[int, tuple[Any, Any]] = {}
 
     def __enter__(self) -> "Restore":
         self._random = _random_states()
@@ -116,7 +117,7 @@ class Restore:
             if parameter.requires_grad is not required:
                 parameter.requires_grad_(required)
         for generator, state in self._generators.values():
-            generator.set_state(state)
+            generators.put_back(generator, state)
         _set_random_states(self._random)
         # A kept Restore keeps none of the model's objects: nn.LSTM's weak references to its
         # parameters are in a list, and with them those cannot be moved to a device.
@@ -136,6 +137,17 @@ class Restore:
             )
         ]
 
+    def draws(self) -> tuple[str, ...]:
+        """The modules of Python's and NumPy's generators, if used since the entering."""
+        names = {"python": "random", "numpy": "numpy.random"}
+        now = _random_states()
+        before = self._random
+        return tuple(
+            name
+            for key, name in names.items()
+            if key in before and pickle.dumps(now[key]) != pickle.dumps(before[key])
+        )
+
     def watch(self, thing: Any, depth: int = 0) -> None:
         """Remember the content of containers and plain objects, however nested."""
         kind = kind_of(thing)
@@ -148,6 +160,8 @@ class Restore:
             if _can_be_kept(thing) and id(thing) not in self._seen:
                 self._seen[id(thing)] = thing
                 self._arrays.append((thing, thing.copy()))
+            elif generators.is_generator(thing):
+                self.keep_generator(thing)
             return
         if id(thing) in self._seen:
             return
@@ -189,10 +203,10 @@ class Restore:
         for generator, _ in earlier._generators.values():
             self.keep_generator(generator)
 
-    def keep_generator(self, generator: torch.Generator) -> None:
+    def keep_generator(self, generator: Any) -> None:
         """Remember the state of a generator of the model's own."""
         if id(generator) not in self._generators:
-            self._generators[id(generator)] = (generator, generator.get_state())
+            self._generators[id(generator)] = (generator, generators.state_of(generator))
 
 
 def kind_of(thing: Any) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _device
 
 from smp import state_mod
-from smp.modules import hooks, live_models, travelling_changes
+from smp.modules import hooks, live_models, parametrizations, travelling_changes
 from smp.pytorch import call_warnings, context_variables
 from smp.runtime import collective_chain
 
@@ -64,7 +64,7 @@ def capture_for_call(path: str) -> tuple[tuple, Callable[[Any], Any] | None, boo
         the state for :func:`serve_with_state`; a function from that one's result to the
         module's own; whether the call may be in a chain of calls.
     """
-    call_warnings.warn_of_modes(path)
+    call_warnings.warn_of_modes(path, cached=parametrizations.are_left_behind(path))
     state, made = capture(), travelling_changes.travelling()
     collected = context_variables.collect(path) if _copy_context() else None
     link = collective_chain.is_carried()

@@ -117,6 +117,7 @@ def save_checkpoint(
 
         def stage() -> None:
             if partial:
+                _check_shared(folder)
                 content = _partial_files(job, model, optimizer)
                 if leads:
                     content[_USER_CONTENT] = user_content
@@ -286,6 +287,17 @@ def _prepare(root: str, folder: str | None, held: ExitStack) -> None:
     _remove_leftovers(root)
     if folder is not None:
         os.mkdir(folder)
+
+
+def _check_shared(folder: str) -> None:
+    """Raises CheckpointError: this rank does not see the folder made by rank 0."""
+    if not os.path.isdir(folder):
+        root, name = os.path.split(saved_files.final_name(folder))
+        raise CheckpointError(
+            f"smp: there is no folder {folder}, made by rank 0 for its own path and tag: this "
+            f"rank has path {root!r} and tag {name.removesuffix(_PARTIAL)!r}; give all ranks "
+            "the same ones, with a path on a file system that all hosts share"
+        )
 
 
 def _write_files(files: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from smp.modules import (
     late_hooks,
     late_modules,
     live_models,
+    parametrizations,
     placeholders,
     travelling_changes,
 )
@@ -43,6 +44,7 @@ def stop(rt: Runtime) -> None:
     late_modules.forget()
     late_hooks.forget()
     users_checkpoints.forget()
+    parametrizations.forget()
     live_models.forget()
     masters.forget()
     if rt.core_is_open:
