@@ -96,6 +96,14 @@ def of_torch():
     return torch._dynamo.config.patch(cache_size_limit=9)
 
 
+class OfDtype:
+    def __enter__(self):
+        torch.set_default_dtype(torch.float64)
+
+    def __exit__(self, *exception):
+        torch.set_default_dtype(torch.float32)
+
+
 def on_cpu():
     return torch.device("cpu")
 
@@ -162,6 +170,7 @@ def said(net, around_step=nullcontext):
         (counting_flops, "FlopCounterMode is active around"),
         (saved, "saved_tensors_hooks is active around module 'far'"),
         (parametrize.cached, r"parametrize.cached\(\) is active around module 'far'"),
+        (OfDtype, r"torch.set_default_dtype\(torch.float64\) is active around module 'far'"),
         (rolling, "draws random numbers from 'random'"),
         (rolling_numpys, "draws random numbers from 'numpy.random'"),
         (three, "context variable 'of_the_model'.*module 'far'"),

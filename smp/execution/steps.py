@@ -434,6 +434,7 @@ class Step:
         _share_place(rt)
         context_variables.begin_step()
         cached = parametrizations.begin_step()
+        call_warnings.begin_step()
         call_warnings.warn_of_modes(self.name, "step function", cached)
         self.state = thread_state.capture()
         self.grad = torch.is_grad_enabled()

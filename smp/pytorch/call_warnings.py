@@ -16,6 +16,7 @@ _CHECKPOINT = "torch.utils.checkpoint"  # a remote call need not see its hooks
 _OF_TORCH = ("persistent",)
 
 _said: set[tuple[str, str]] = set()
+_dtype = torch.get_default_dtype()  # at the step's begin
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -27,6 +28,12 @@ def forget() -> None:
     _said.clear()
 
 
+def begin_step() -> None:
+    """Remember the state of the process that all ranks have."""
+    global _dtype
+    _dtype = torch.get_default_dtype()
+
+
 def warn_of_modes(where: str, what: str = "module", cached: bool = False) -> None:
     """Modes of this thread are around a remote call, or a step.
 
@@ -35,7 +42,14 @@ def warn_of_modes(where: str, what: str = "module", cached: bool = False) -> Non
         what: "module" or "step function".
         cached: a block of ``parametrize.cached()`` is around it, too.
     """
-    if not (cached or _function_modes() or _dispatch_modes() or _saved_hooks(True)):
+    default = torch.get_default_dtype()
+    if not (
+        cached
+        or default is not _dtype
+        or _function_modes()
+        or _dispatch_modes()
+        or _saved_hooks(True)
+    ):
         return
     modes = [torch._C._get_function_stack_at(i) for i in range(_function_modes())]
     modes += [torch._C._get_dispatch_stack_at(i) for i in range(_dispatch_modes())]
@@ -45,6 +59,8 @@ def warn_of_modes(where: str, what: str = "module", cached: bool = False) -> Non
         names.add("saved_tensors_hooks")
     if cached:
         names.add("parametrize.cached()")
+    if default is not _dtype:
+        names.add(f"torch.set_default_dtype({default})")
     runs = "on another rank" if what == "module" else "in threads of its own, on all ranks,"
     for name in sorted(names):
         _say(

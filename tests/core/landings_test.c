@@ -182,7 +182,7 @@ DEVICE_TEST(a_tensor_lands_as_it_was_sent, .processes = "2", .threads = "3")
             if (other != w->rank) {
                 size_t bytes = BIG + 1000 * (next_random(&random) % 3);
 
-                send_x(w, u, other, (uint64_t)(i * 8 + w->rank), bytes, NULL);
+                send_x(w, u, other, (uint64_t)i * 8 + (uint64_t)w->rank, bytes, NULL);
             }
         }
         for (int other = 0; other < w->size - 1; other++) {
