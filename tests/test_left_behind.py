@@ -131,6 +131,8 @@ def Far(self, x):
         y.note = "mine"
     if self.does == "hooked result":
         y.register_hook(lambda gradient: gradient)
+    if self.does == "no grad":
+        torch.set_grad_enabled(False)
     return y
 
 
@@ -231,6 +233,30 @@ def test_what_a_tensor_leaves_behind_is_named(give, does, rank, says):
         assert re.search(says, text)
     else:
         assert found == []
+
+
+@on_ranks(2)
+def test_a_gradient_mode_that_a_module_leaves_is_an_error():
+    """... and none of the next call's."""
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    net = Net()
+    model = distributed(net, {"": 0, "far": 1})
+
+    @smp.step
+    def step(model, x):
+        model.backward(model(x))
+
+    def gradients():
+        model.zero_grad()
+        step(model, torch.ones(4, 3))
+        return [p.grad.clone() for p in model.local_parameters()]
+
+    want = gradients()
+    net.far.does = "no grad"
+    with pytest.raises(RuntimeError, match="module 'far' has left torch's gradient mode off"):
+        gradients()
+    net.far.does = ""
+    assert all(map(torch.equal, gradients(), want))
 
 
 def words(*paths):

@@ -4,6 +4,40 @@
 #include "python/modules/history.h"
 #include "python/modules/hooks.h"
 
+/* The thread's gradient mode is on again; an error, if the module has left another one
+ * than it was called in: its caller does not see that.  Takes the value. */
+static PyObject *
+leave_grad_mode(const smp_entry *entry, bool wanted, PyObject *value)
+{
+    PyObject *type;
+    PyObject *error;
+    PyObject *traceback;
+    int       left;
+
+    PyErr_Fetch(&type, &error, &traceback); /* the module's exception comes first */
+    left = smp_torch_grad_enabled();
+    if (left == 0 && smp_torch_set_grad(true) < 0) {
+        left = -1;
+    }
+    if (value != NULL && left >= 0 && left != wanted) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "smp: module '%U' has left torch's gradient mode %s, and was called "
+            "with it %s: its caller on another rank goes on as before; restore "
+            "it, as `with torch.set_grad_enabled(...)` does, or put module and "
+            "caller on one rank with smp.set_partition",
+            entry->path, left ? "on" : "off", wanted ? "on" : "off");
+        left = -1;
+    }
+    if (left < 0) {
+        Py_CLEAR(value);
+    }
+    if (type != NULL) {
+        PyErr_Restore(type, error, traceback);
+    }
+    return value;
+}
+
 PyObject *
 smp_run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject *args,
               PyObject *kwargs)
@@ -45,20 +79,7 @@ smp_run_entry(const smp_entry *entry, uint16_t flags, PyObject *state, PyObject 
     }
     value = PyObject_Call(function, given, named == Py_None ? NULL : named);
     Py_DECREF(given);
-    if (!(flags & SMP_FLAG_GRAD)) {
-        PyObject *type;
-        PyObject *error;
-        PyObject *traceback;
-
-        PyErr_Fetch(&type, &error, &traceback); /* the module's exception comes first */
-        if (smp_torch_set_grad(true) < 0) {
-            Py_CLEAR(value);
-        }
-        if (type != NULL) {
-            PyErr_Restore(type, error, traceback);
-        }
-    }
-    return value;
+    return leave_grad_mode(entry, (flags & SMP_FLAG_GRAD) != 0, value);
 }
 
 /* Whether code has called register_hook on the tensor; -1 with an exception. */
