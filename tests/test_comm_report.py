@@ -1,5 +1,7 @@
 """What the text of ``smp.comm_report()`` says, and what groups and calls are called."""
 
+from dataclasses import replace
+
 import pytest
 
 from smp.collectives.backend import _in_words
@@ -43,6 +45,9 @@ def test_the_peers_of_a_pipeline_and_its_pool():
 def test_the_pool_of_a_device_or_why_there_is_none(device, said):
     report = CommReport(0, (Peer(1, 1, "shm", 1, 0),), 0, 0, 0, 0, *device)
     assert lines(report)[-1] == f"device pool: {said}; 5 went through host memory"
+    landed = lines(replace(report, device_pool_landed=3))[-1]
+    in_pool = device[0] and not device[4]
+    assert ("4 tensors (3 straight into the receiver's memory), at" in landed) == bool(in_pool)
     without = CommReport(0, (Peer(1, 1, "shm", 1, 0),), 0, 0, 0, 0)
     assert not any("device" in line for line in lines(without))
 

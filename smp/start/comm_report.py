@@ -45,8 +45,7 @@ class CommReport:
     pool_fallbacks: int
     device_pool_bytes: int = 0  # 0: none (yet)
     device_pool_high: int = 0
-    device_pool_tensors: int = 0  # sent in the device pool, or ...
-    device_pool_landed: int = 0  # ... of these, into memory that the receiver had posted
+    device_pool_tensors: int = 0
     device_pool_fallbacks: int = 0
     device_pool_why: str = ""  # the reason for having none, in the driver's words
     pinned_bytes: int = 0  # of the pool, for tensors of the GPU through host memory
@@ -54,6 +53,7 @@ class CommReport:
     groups: tuple["GroupUse", ...] = ()  # groups of the backend smddp with this rank
     group_peers: tuple["PeerUse", ...] = ()  # sends, and messages between hosts
     group_pools: tuple["PoolUse", ...] = ()  # one, but for groups beside another backend
+    device_pool_landed: int = 0  # tensors of the pool's, straight into the receiver's memory
 
     def __str__(self) -> str:
         return "\n".join([*self._of_pipeline(), *self._of_groups()])
@@ -112,9 +112,11 @@ class CommReport:
             return [f"device pool: none ({self.device_pool_why}); {through_host}"]
         if self.device_pool_bytes == 0:
             return []
+        landed = ""
+        if self.device_pool_landed:
+            landed = f" ({self.device_pool_landed} straight into the receiver's memory)"
         return [
-            f"device pool: {self.device_pool_tensors} tensors, {self.device_pool_landed} of "
-            "them straight into the receiver's memory, at most "
+            f"device pool: {self.device_pool_tensors} tensors{landed}, at most "
             f"{_mib(self.device_pool_high)} MiB at a time, of "
             f"{_mib(self.device_pool_bytes)} MiB; {through_host}"
         ]

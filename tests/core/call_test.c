@@ -373,6 +373,26 @@ TEST(members_agree_only_in_all_that_counts)
     differ(&usual, &other, "rank 12 calls all-gather 4");
 }
 
+/* It is in another module: what the others differ in may come of that. */
+TEST(a_member_with_another_key_is_named_first)
+{
+    smp_notice  notices[MEMBERS];
+    smp_said    said[MEMBERS];
+    smp_refusal refusal;
+    const char *text = refusal.text;
+    size_t      most;
+
+    for (int m = 0; m < MEMBERS; m++) {
+        notices[m] = (smp_notice){.sequence = 3,
+                                  .operation = SMP_ALL_GATHER,
+                                  .assumed = 6 + (uint64_t)m,
+                                  .key = m == 2 ? 0xab : 0};
+        said[m] = (smp_said){.name = 10 + m, .notice = &notices[m]};
+    }
+    CHECK(!smp_agreement(said, MEMBERS, &most, &refusal));
+    CHECK(strstr(text, "rank 12 ") != NULL && refusal.keys[1] == 0xab);
+}
+
 TEST(split_sizes_that_differ_are_named_with_both_members)
 {
     uint64_t counts[MEMBERS][2 * MEMBERS] = {

@@ -263,6 +263,7 @@ DEVICE_TEST(an_allocation_is_open_while_it_is_of_use, .processes = "2")
 
     begin_landings(w, u, false);
     for (int step = 0; step < 3; step++) {
+        smp_device_begin_step(u->port);
         if (w->rank == 0) {
             send_x(w, u, 1, 6, step == 0 ? BIG : 100, NULL);
             CHECK(landed_so_far(u) == 1);
@@ -534,6 +535,8 @@ DEVICE_TEST(every_failure_is_survived, .processes = "")
     }
     CHECK(lost <= (w->rank == unlucky_rank));
     settle(u);
+    w->barrier(w);
+    expect_let_go(u);
     w->barrier(w);
     free_slabs(u);
 }

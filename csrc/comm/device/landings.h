@@ -23,7 +23,8 @@
  * Status     Run with the tests' stand-in for the driver (tests/core/stand_in.c), not
  *            yet on a GPU.
  * Ownership  Offered memory is the landings', until its tensor has come or it is let
- *            go.
+ *            go.  That of a tensor nobody read stays for good if its sender's process
+ *            has ended meanwhile.
  * Threads    One at a time, as of the port (comm/device/port.h).  The device's context
  *            is current.
  * Errors     None but that of came(): a tensor then goes through the pool.
@@ -74,7 +75,7 @@ void smp_landing_close_unused(smp_landing_peer *peer);
 
 typedef struct smp_landings smp_landings;
 
-/* What the landings ask of their port: rank r as a peer; NULL: unknown. */
+/* A rank as a peer of the port; NULL: unknown, or dead. */
 typedef smp_landing_peer *smp_landing_peer_of(void *port, int rank);
 
 /* Those on the card of `own`, for `limit` bytes at a time.  `own` is borrowed.  NULL:

@@ -124,6 +124,10 @@ bool smp_device_offer_landing(smp_device_port *port, int source, uint64_t at,
 /* There is no memory to offer: for many steps nothing is. */
 void smp_device_pause_landings(smp_device_port *port);
 
+/* A step begins: sweeps, and closes the landings' memory that the last one did not use.
+ */
+void smp_device_begin_step(smp_device_port *port);
+
 /* A step is over: sweeps, and takes back what was offered in vain. */
 void smp_device_end_step(smp_device_port *port);
 

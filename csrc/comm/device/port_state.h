@@ -1,5 +1,5 @@
 /* A port's state, shared by its two files: port_meet.c opens the device and the other
- * ranks' pools, port.c moves the tensors.
+ * ranks' pools, port_move.c moves the tensors.
  */
 #ifndef SMP_COMM_DEVICE_PORT_STATE_H
 #define SMP_COMM_DEVICE_PORT_STATE_H
@@ -60,8 +60,8 @@ struct smp_device_port {
     reading *last;
     reading *spare; /* owned */
 
-    smp_landings *landings;   /* owned; NULL: not open yet, or no memory */
-    bool          step_ended; /* and nothing has been sent since */
+    smp_landings *landings; /* owned; NULL: not open yet, or no memory */
+    bool step_ended; /* and the next one has not begun, with the device at rest */
 
     _Atomic(smp_device_pool *) pool;  /* owned */
     _Atomic int                state; /* smp_port_state; `why` is written before SHUT */

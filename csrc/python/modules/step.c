@@ -137,7 +137,7 @@ py_step(PyObject *module, PyObject *args)
     session->step++;
     session->ended_well = false;
     session->in_step = true;
-    smp_device_sweep(smp_comm_device(session->comm));
+    smp_device_begin_step(smp_comm_device(session->comm));
     Py_BEGIN_ALLOW_THREADS;
     status = smp_server_step(session->server, session->step, schedule, &end);
     Py_END_ALLOW_THREADS;

@@ -132,28 +132,47 @@ describe_beside(const smp_notice *notice, const smp_notice *other, char *out,
     return key(notice);
 }
 
+/* The first member with another call than member 0, if possible one with another key:
+ * it is in another module.  0: there is none. */
+static int
+other_call(const smp_said *said, int n)
+{
+    int other = 0;
+
+    for (int m = 1; m < n; m++) {
+        bool elsewhere = key(said[m].notice) != key(said[0].notice);
+
+        if (!same_call(said[0].notice, said[m].notice) &&
+            (other == 0 ||
+             (elsewhere && key(said[other].notice) == key(said[0].notice)))) {
+            other = m;
+        }
+    }
+    return other;
+}
+
 bool
 smp_agreement(const smp_said *said, int n, size_t *most, smp_refusal *refusal)
 {
+    int m = other_call(said, n);
+
     *most = 0;
     *refusal = (smp_refusal){.status = SMP_ERR_MISMATCH};
     if (sizes_unlike(said, n, refusal)) {
         return false;
     }
-    for (int m = 1; m < n; m++) {
-        if (!same_call(said[0].notice, said[m].notice)) {
-            char one[120];
-            char other[120];
+    if (m != 0) {
+        char one[120];
+        char other[120];
 
-            refusal->keys[0] =
-                describe_beside(said[0].notice, said[m].notice, one, sizeof(one));
-            refusal->keys[1] =
-                describe_beside(said[m].notice, said[0].notice, other, sizeof(other));
-            snprintf(refusal->text, sizeof(refusal->text),
-                     "rank %d calls %s, rank %d calls %s", said[0].name, one,
-                     said[m].name, other);
-            return false;
-        }
+        refusal->keys[0] =
+            describe_beside(said[0].notice, said[m].notice, one, sizeof(one));
+        refusal->keys[1] =
+            describe_beside(said[m].notice, said[0].notice, other, sizeof(other));
+        snprintf(refusal->text, sizeof(refusal->text),
+                 "rank %d calls %s, rank %d calls %s", said[0].name, one, said[m].name,
+                 other);
+        return false;
     }
     if (said[0].notice->uneven == 2) {
         return matching_counts(said, n, refusal, most);

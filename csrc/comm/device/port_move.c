@@ -131,7 +131,7 @@ copy_there(smp_device_port *port, smp_port_peer *peer, uint64_t data, size_t byt
                           &number);
     if (at != 0 && !copy_between(port, at, data, bytes, stream, NULL,
                                  peer->landings.written[number], &begun, port->why)) {
-        if (!begun) {
+        if (!begun || comes_to_rest(port, port->stream)) {
             atomic_store(&its->landings[number].state, SMP_LANDING_OPEN);
         } /* else the landing is never used again */
         smp_port_shut(port);
@@ -142,26 +142,6 @@ copy_there(smp_device_port *port, smp_port_peer *peer, uint64_t data, size_t byt
     }
     smp_driver_leave(port->driver);
     return block;
-}
-
-/* A step has begun, and the device may be at rest, as a script's read of a loss leaves
- * it: closes what the last step did not use.  Closing waits for the device, which may
- * wait for a dead rank: so not unless it rests. */
-static void
-close_unused(smp_device_port *port)
-{
-    char why[SMP_DRIVER_TEXT];
-
-    port->step_ended = false;
-    if (!smp_streams_rest(0) || !smp_driver_enter(port->driver, port->context, why)) {
-        return;
-    }
-    for (int r = 0; r < port->size; r++) {
-        if (port->peers[r] != NULL) {
-            smp_landing_close_unused(&port->peers[r]->landings);
-        }
-    }
-    smp_driver_leave(port->driver);
 }
 
 /* Whether every other rank of this host has tried to open the own pool, in vain. */
@@ -211,9 +191,6 @@ smp_device_put(smp_device_port *port, int dest, int device, uint64_t data, size_
     }
     smp_device_meet(port, dest, device);
     smp_device_sweep(port);
-    if (port->step_ended) {
-        close_unused(port);
-    }
     if (smp_port_is_open(port, device) && !is_captured(port, stream, &known) && known) {
         switch (atomic_load(&peer->segment->device->pools[port->rank])) {
         case SMP_READER_OPEN:
@@ -435,7 +412,7 @@ smp_device_sweep(smp_device_port *port)
     reading *r;
     char     why[SMP_DRIVER_TEXT];
 
-    if ((port->first == NULL && !offers) ||
+    if ((port->first == NULL && !offers) || port->generation != smp_fork_generation() ||
         !smp_driver_enter(port->driver, port->context, why)) {
         return;
     }
@@ -507,12 +484,34 @@ smp_device_pause_landings(smp_device_port *port)
 }
 
 void
+smp_device_begin_step(smp_device_port *port)
+{
+    char why[SMP_DRIVER_TEXT];
+
+    smp_device_sweep(port);
+    /* Closing waits for the device, which may wait for a dead rank: so not unless it
+     * rests, as at a step's begin it mostly does. */
+    if (!port->step_ended || port->generation != smp_fork_generation() ||
+        !smp_streams_rest(0) || !smp_driver_enter(port->driver, port->context, why)) {
+        return;
+    }
+    for (int r = 0; r < port->size; r++) {
+        if (port->peers[r] != NULL) {
+            smp_landing_close_unused(&port->peers[r]->landings);
+        }
+    }
+    smp_driver_leave(port->driver);
+    port->step_ended = false;
+}
+
+void
 smp_device_end_step(smp_device_port *port)
 {
     char why[SMP_DRIVER_TEXT];
 
     smp_device_sweep(port);
-    if (port->landings != NULL && smp_driver_enter(port->driver, port->context, why)) {
+    if (port->landings != NULL && port->generation == smp_fork_generation() &&
+        smp_driver_enter(port->driver, port->context, why)) {
         smp_landings_end_step(port->landings, landing_peer, port, port->stream);
         smp_driver_leave(port->driver);
         port->step_ended = true;
@@ -646,14 +645,14 @@ smp_device_port_destroy(smp_device_port *port)
         }
     }
     if (quiet) {
-        close_pools(port);
-        (void)port->driver->event_destroy(port->fence);
-        smp_stream_destroy(port->driver, port->stream);
-        (void)port->driver->free(port->arrived);
         if (port->trial != NULL) {
             (void)port->driver->event_destroy(port->written);
             smp_stream_destroy(port->driver, port->trial);
         }
+        close_pools(port);
+        (void)port->driver->event_destroy(port->fence);
+        smp_stream_destroy(port->driver, port->stream);
+        (void)port->driver->free(port->arrived);
     }
     if (entered) {
         smp_driver_leave(port->driver);
