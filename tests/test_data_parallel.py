@@ -470,6 +470,52 @@ def test_parameters_thawed_after_a_forward_without_a_backward_are_averaged():
     assert_close(gradients(model), of_replicas(plain_model), 1e-5)
 
 
+def frozen_for_the_second(net: nn.Module, layer: nn.Module, rank: int) -> Tensor:
+    first = net(batch_of(rank))
+    layer.requires_grad_(False)
+    second = net(batch_of(rank, 1))
+    layer.requires_grad_(True)
+    return (first - second).square().mean()
+
+
+def against_a_teacher(net: nn.Module, layer: nn.Module, rank: int) -> Tensor:
+    scaled = {name: p.detach() * 0.9 for name, p in net.named_parameters()}
+    student = net(batch_of(rank))
+    return (
+        (student - torch.func.functional_call(net, scaled, batch_of(rank, 1))).square().mean()
+    )
+
+
+@pytest.mark.parametrize("loss", [frozen_for_the_second, against_a_teacher])
+@on_ranks(2)
+def test_a_second_forward_with_fewer_parameters_to_train_takes_none_from_the_exchange(loss):
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    replicas = [plain_model(), plain_model()]
+    loss(model, model.module[0], smp.rank()).backward()
+    for rank, replica in enumerate(replicas):
+        loss(replica, replica[0], rank).backward()
+    assert_close(gradients(model), averaged(replicas), 1e-5)
+
+
+@on_ranks(2)
+def test_a_replica_alone_may_look_at_its_gradients_without_sync():
+    """By a forward whose backward adds to no parameter: the others owe nothing for it."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    if smp.rank() == 1:
+        with model.no_sync():
+            x = batch_of(0).requires_grad_()
+            torch.autograd.grad(model(x).sum(), x)
+    model.module[0].requires_grad_(False)
+    plain = plain_model()
+    plain[0].requires_grad_(False)
+    model(batch_of(smp.rank())).square().mean().backward()
+    for rank in range(2):
+        (plain(batch_of(rank)).square().mean() / 2).backward()
+    assert_close(gradients(model), gradients(plain), 1e-5)
+
+
 @on_ranks(2)
 def test_a_call_with_computed_tensors_for_parameters_is_refused_outside_of_a_step():
     smp.init({"ddp": True})

@@ -105,6 +105,8 @@ class DataParallel:
         self._divides_by_all = True
         # Names of those with gradients of the replica's own, of steps without an exchange.
         self._owing: set[str] = set()
+        self._names: list[str] = []  # of the buckets' parameters
+        self._may_owe: list[str] = []  # of a forward outside a step, until its backward
         self._buckets: list[Bucket] = []
         self._built_for: list[tuple] | None = None
         self._bucket_of: dict[int, Bucket] = {}
@@ -164,7 +166,7 @@ class DataParallel:
                 "gradients of parameters: make this call of the model in a @smp.step, or in "
                 "the forward of a module of the model"
             )
-        parameters = [p for _, p in named]
+        parameters, self._names = [p for _, p in named], [n for n, _ in named]
         # A conversion may exchange the tensor behind a parameter, and the hooks with it.
         now = [
             (id(p), p._cdata, p.dtype, gradient_dtype(p), p.device, owners.parts_of(p))
@@ -248,6 +250,8 @@ class DataParallel:
         step.saw_backward = True
         self._bucket_of[id(parameter)].adopt(parameter)
         if self.reduction is None:
+            self._owing.update(self._may_owe)
+            self._may_owe = []
             return
         if not step.is_under_way:
             self._finish_with_backward()
@@ -265,10 +269,18 @@ class DataParallel:
         inside = torch._C._current_graph_task_id() != -1
         self._end_what_a_backward_left(inside)
         if self.reduction is None:
-            if not self.takes_part():
+            if not self._counts_as_last():
+                self._prepare()
+                self._may_owe = self._names
                 return forward()
             begin([self], with_buffers)
         elif self._has_changed() and not inside:
+            if self.is_joining:
+                raise RuntimeError(
+                    "smp: parameters were thawed inside of join(), after a forward without a "
+                    "backward: replicas without inputs cannot know; thaw them before join(), "
+                    "or make that forward under torch.no_grad()"
+                )
             self.reduction.active()  # ends what the others send with it
             begin([self], with_buffers)
         elif with_buffers and self._synchronises and not self.is_joining:
@@ -276,11 +288,20 @@ class DataParallel:
         return microbatches.map_tensors(forward(), self._watch)
 
     def _has_changed(self) -> bool:
-        """Whether the exchange under way is of other parameters than those to train now: a
-        forward began it, no backward came, and the script froze some meanwhile, or thawed them.
+        """Whether the exchange under way lacks parameters to train now: a forward began it, no
+        backward came, and the script thawed some meanwhile.  Those of before may still get
+        gradients, by a backward of that forward.
         """
-        before = self._buckets
-        return self.buckets() is not before
+        named = self._model.local_named_parameters()
+        if all(
+            id(p) in self._bucket_of
+            for _, p in named
+            if p.requires_grad and isinstance(p, nn.Parameter)
+        ):
+            return False
+        named = self._model.local_named_parameters()
+        self._owing.update(n for n, p in named if id(p) in self._bucket_of)
+        return True
 
     def _end_what_a_backward_left(self, inside: bool) -> None:
         """End the exchange left by a backward's exception: the other replicas wait.
@@ -316,7 +337,10 @@ class DataParallel:
         """A backward has come to an output.  The exchange does not await one for other
         gradients than the parameters', as that of ``torch.autograd.grad``.
         """
-        if self.reduction is not None and self._is_for_parameters():
+        reduction = self.reduction
+        if reduction is None or reduction.finishes_with_backward:
+            return
+        if self._is_for_parameters():
             self._finish_with_backward()
 
     def _is_for_parameters(self) -> bool:
@@ -440,13 +464,18 @@ class DataParallel:
 
     def takes_part(self) -> bool:
         """Whether an exchange follows the step beginning now; counts steps."""
-        if self._synchronises:
-            self._passes = (self._passes + 1) % self._passes_per_step
-            if self._passes == 0:
-                return True
-        self._owing.update(n for n, _ in self.named_parameters())
+        if self._counts_as_last():
+            return True
         self._prepare()
+        self._owing.update(self._names)
         return False
+
+    def _counts_as_last(self) -> bool:
+        """Whether an exchange follows this step or backward; counts them."""
+        if not self._synchronises:
+            return False
+        self._passes = (self._passes + 1) % self._passes_per_step
+        return self._passes == 0
 
 
 def members_of(models: Sequence[LiveModel]) -> list[DataParallel]:

@@ -215,7 +215,7 @@ def _decide(
     numbers are the backward calls of a step, and each rank's expected use of its pool.
     """
     drawn = next((trace.draws for trace in traces if trace is not None), ())
-    if drawn and rt.pp_size > 1:
+    if drawn and rt.pp_size > 1 and rt.active_microbatches > 1:
         call_warnings.warn_of_draws(drawn)
     states = [_forward_state(m, trace) for m, trace in zip(models, traces, strict=True)]
     partitions = _partitions(rt, models, traces, states)
