@@ -23,8 +23,8 @@
  * Status     Run with the tests' stand-in for the driver (tests/core/stand_in.c), not
  *            yet on a GPU.
  * Ownership  Offered memory is the landings', until its tensor has come or it is let
- *            go.  That of a tensor nobody read stays for good if its sender's process
- *            has ended meanwhile.
+ *            go.  Memory of a tensor nobody read stays for good if the sender's
+ *            process has ended meanwhile.
  * Threads    One at a time, as of the port (comm/device/port.h).  The device's context
  *            is current.
  * Errors     None but that of came(): a tensor then goes through the pool.
