@@ -164,6 +164,19 @@ def test_an_error_in_the_block_ends_join_and_the_next_exchange_is_whole():
     assert_same_bits(gradients(model), want)
 
 
+@on_ranks(2)
+def test_parameters_thawed_after_a_forward_without_a_backward_are_refused_on_all_replicas():
+    """Also on one that keeps the others company."""
+    smp.init({"ddp": True})
+    model = smp.DistributedModel(plain_model())
+    model.module[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"thawed inside of join\(\)"), model.join():
+        if smp.rank() == 0:
+            model(batch_of(0))
+            model.module[0].requires_grad_(True)
+            model(batch_of(0))
+
+
 def own_backward(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 

@@ -276,11 +276,12 @@ class DataParallel:
             begin([self], with_buffers)
         elif self._has_changed() and not inside:
             if self.is_joining:
-                raise RuntimeError(
+                error = RuntimeError(
                     "smp: parameters were thawed inside of join(), after a forward without a "
                     "backward: replicas without inputs cannot know; thaw them before join(), "
                     "or make that forward under torch.no_grad()"
                 )
+                finish(self.reduction, error)
             self.reduction.active()  # ends what the others send with it
             begin([self], with_buffers)
         elif with_buffers and self._synchronises and not self.is_joining:

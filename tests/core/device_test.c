@@ -538,6 +538,31 @@ DEVICE_TEST(an_error_turns_the_pools_off, .processes = "2")
     w->barrier(w);
 }
 
+static int (*real_copy)(uint64_t to, uint64_t from, size_t bytes, void *stream);
+static int copies;
+
+/* The second one goes nowhere: that of a trial which writes. */
+static int
+lost_copy(uint64_t to, uint64_t from, size_t bytes, void *stream)
+{
+    return ++copies == 2 ? 0 : real_copy(to, from, bytes, stream);
+}
+
+/* Rank 1 reads what rank 0 has written, and cannot write there. */
+DEVICE_TEST(a_lost_write_turns_the_pools_off, .processes = "2")
+{
+    if (w->rank == 1) {
+        smp_driver *table = (smp_driver *)(uintptr_t)u->driver;
+
+        real_copy = table->copy;
+        table->copy = lost_copy;
+    }
+    for (uint64_t i = 0; i < 3; i++) {
+        CHECK(tell_all(w, u, i) == 0 || w->rank != 1);
+    }
+    expect_pools(w, u, "other bytes than", "to rank 1 was tried and cannot");
+}
+
 /* Rank 0's pattern is never there. */
 DEVICE_TEST(a_trial_without_an_end_turns_the_pools_off, .processes = "2")
 {

@@ -164,8 +164,8 @@ begin_landings(world *w, user *u, bool held)
     }
     if (!held) {
         settle(u);
-        smp_device_sweep(u->port);
     }
+    smp_device_sweep(u->port);
     w->barrier(w);
 }
 

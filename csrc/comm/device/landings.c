@@ -138,12 +138,6 @@ smp_landing_take(smp_landing_peer *peer, const smp_driver *driver,
     return 0;
 }
 
-void
-smp_landing_close_unused(smp_landing_peer *peer)
-{
-    smp_imports_close_unused(&peer->imports);
-}
-
 /* ------------------------------------------------------------------ the receiver's */
 
 smp_landings *

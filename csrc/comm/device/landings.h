@@ -67,10 +67,6 @@ uint64_t smp_landing_take(smp_landing_peer *peer, const smp_driver *driver,
                           smp_device_card *card, int rank, size_t bytes,
                           uint32_t *number);
 
-/* Closes the allocations without a landing taken since the last call: their owner may
- * free them, and has the memory back when nobody has it open. */
-void smp_landing_close_unused(smp_landing_peer *peer);
-
 /* ------------------------------------------------------------------ the receiver's */
 
 typedef struct smp_landings smp_landings;

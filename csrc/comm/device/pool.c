@@ -276,14 +276,13 @@ smp_device_pool_measure(smp_device_pool *pool, smp_arena_use *use)
 }
 
 void
-smp_device_pool_keep(smp_device_pool *pool, void *const *events, size_t n)
+smp_device_pool_keep(smp_device_pool *pool, void *event)
 {
-    void **kept = realloc(pool->kept, (pool->nkept + n) * sizeof(*kept));
+    void **kept = realloc(pool->kept, (pool->nkept + 1) * sizeof(*kept));
 
-    if (kept != NULL) { /* else they are left to the end of the process */
-        memcpy(kept + pool->nkept, events, n * sizeof(*kept));
+    if (kept != NULL) { /* else it is left to the end of the process */
+        kept[pool->nkept++] = event;
         pool->kept = kept;
-        pool->nkept += n;
     }
 }
 

@@ -67,9 +67,9 @@ void smp_device_pool_withdraw(smp_device_pool *pool);
 
 void smp_device_pool_measure(smp_device_pool *pool, smp_arena_use *use);
 
-/* Takes events[0 .. n) of this rank, opened by readers of the pool: they end with its
- * memory. */
-void smp_device_pool_keep(smp_device_pool *pool, void *const *events, size_t n);
+/* Takes an event of this rank, opened by readers of the pool: it ends with the memory.
+ */
+void smp_device_pool_keep(smp_device_pool *pool, void *event);
 
 /* Takes the pool, and readers[0 .. n) with their references.  Its memory is freed when
  * no reader has it open any more: now, or when the next pool of this process is made or

@@ -28,10 +28,11 @@
  *            a stand-in for the driver (tests/core/stand_in.c).  Between devices of
  *            other hosts there is no path of this kind: tensors go through host memory.
  * Ownership  put gives a block to the caller, get takes one, also on an error.
- * Threads    put, get, meet, landings, sweep: one at a time (the server's baton
- * guarantees it).  let_go: the caller's, or destroy's. measure, device: any. Errors put
- * has none: for NULL the tensor goes through host memory.  After a failure of the
- * driver the port is shut, on this rank; `why` of measure has the driver's words.
+ * Threads    measure, number, distrust: any.  The rest, up to destroy: one at a time
+ *            (the server's baton guarantees it); let_go is called by this thread.
+ * Errors     put has none: for NULL the tensor goes through host memory.  After a
+ *            failure of the driver the port is shut, on this rank; `why` of measure
+ *            has the driver's words.
  */
 #ifndef SMP_COMM_DEVICE_PORT_H
 #define SMP_COMM_DEVICE_PORT_H

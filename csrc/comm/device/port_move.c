@@ -497,7 +497,7 @@ smp_device_begin_step(smp_device_port *port)
     }
     for (int r = 0; r < port->size; r++) {
         if (port->peers[r] != NULL) {
-            smp_landing_close_unused(&port->peers[r]->landings);
+            smp_imports_close_unused(&port->peers[r]->landings.imports);
         }
     }
     smp_driver_leave(port->driver);
@@ -614,7 +614,7 @@ keep_events(smp_device_port *port, const smp_landing_peer *peer)
 
     for (uint32_t i = 0; i < SMP_LANDINGS && pool != NULL; i++) {
         if (peer->written[i] != NULL) {
-            smp_device_pool_keep(pool, &peer->written[i], 1);
+            smp_device_pool_keep(pool, peer->written[i]);
         }
     }
 }

@@ -84,7 +84,7 @@ typedef struct {
     uint64_t          base;
     uint64_t          allocated;
     smp_driver_handle memory;
-    smp_driver_handle written; /* an event of source's: the tensor is there; its own */
+    smp_driver_handle written; /* an event, shown by source: the tensor is there */
 } smp_landing;
 
 /* A part of the arena. */

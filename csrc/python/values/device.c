@@ -71,7 +71,7 @@ smp_device_allocate(dl_device device, dl_dtype dtype, int64_t length, const char
     return tensor;
 }
 
-/* Such memory is a reference to a tensor; from any thread. */
+/* Offered memory is a reference to a tensor; this ends it, on any thread. */
 static void
 let_go(void *memory)
 {

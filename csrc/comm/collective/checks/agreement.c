@@ -140,11 +140,9 @@ other_call(const smp_said *said, int n)
     int other = 0;
 
     for (int m = 1; m < n; m++) {
-        bool elsewhere = key(said[m].notice) != key(said[0].notice);
-
         if (!same_call(said[0].notice, said[m].notice) &&
-            (other == 0 ||
-             (elsewhere && key(said[other].notice) == key(said[0].notice)))) {
+            (other == 0 || (key(said[other].notice) == key(said[0].notice) &&
+                            key(said[m].notice) != key(said[0].notice)))) {
             other = m;
         }
     }
