@@ -126,6 +126,7 @@ lint: venv
 	clang-format-14 --dry-run -Werror $(C_FILES) $(CUDA_FILES)
 	printf '%s\n' $(filter %.c,$(CSRC)) | xargs -P $$(nproc) -n 1 sh -c \
 	    'clang-tidy-14 --quiet "$$@" -- -std=c11 -Icsrc -isystem $(INCLUDE) $(MPI_FLAGS)' tidy
+	$(CC) -std=c11 -fsyntax-only -Wall -Wextra -Wpedantic -Werror -Icsrc tests/fuzz/*.c
 	$(BIN)/ruff check smp smdistributed tests benchmarks examples docs setup.py
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_source.py -k "layers or below or circle"

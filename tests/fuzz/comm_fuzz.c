@@ -19,6 +19,7 @@
 #include "comm/transport/shm/stream.h"
 
 #define ARENA ((size_t)1 << 20)
+#define LANDING 2 /* the one that the writer of records has sent to */
 
 static void
 require(int condition)
@@ -32,6 +33,7 @@ static void
 read_record(const uint8_t *data, size_t size)
 {
     static smp_segment *segment;
+    static smp_segment *own;
     smp_message        *message;
     smp_record_kind     kind;
     size_t              missing;
@@ -40,9 +42,14 @@ read_record(const uint8_t *data, size_t size)
 
     if (segment == NULL) {
         require(smp_segment_create(2, ARENA, &segment) == SMP_OK);
+        require(smp_segment_create(2, ARENA, &own) == SMP_OK);
+        own->device->landings[LANDING].source = 1;
+        own->device->landings[LANDING].bytes = 1024;
     }
+    own->device->landings[LANDING].state = SMP_LANDING_SENT;
     memcpy(copy, data, size);
-    if (smp_record_read(copy, size, 1, segment, &message, &kind, &missing) == SMP_OK) {
+    if (smp_record_read(copy, size, 1, segment, own, &message, &kind, &missing) ==
+        SMP_OK) {
         require(kind == SMP_RECORD_WHOLE || kind == SMP_RECORD_SPILLED);
         require(kind != SMP_RECORD_SPILLED || message->nblocks == 1);
         for (size_t i = 0; i < message->nblocks; i++) {
@@ -50,6 +57,9 @@ read_record(const uint8_t *data, size_t size)
 
             if (block == NULL) {
                 absent++;
+            } else if (block->lands) {
+                require(kind != SMP_RECORD_SPILLED && block->segment == own);
+                require(block->slot == LANDING && block->bytes == 1024);
             } else if (block->data == NULL) { /* on a device */
                 require(kind != SMP_RECORD_SPILLED);
                 require(block->slot < SMP_DEVICE_SPANS);
