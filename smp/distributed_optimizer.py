@@ -13,7 +13,7 @@ from smp.optimizers import FusedLAMB, clip_by_the_models_norm
 from smp.precision.loss_scale import LossScale, ScaledGradients
 from smp.precision.masters import Masters, keeps_its_own
 from smp.saving import optimizer_state
-from smp.sharding import owners, rules
+from smp.sharding import live_parameters, owners, rules
 from smp.sharding.owners import model_parameter
 from smp.sharding.sharded_optimizer import ShardedOptimizer
 from smp.slicing.slices import slices_of, whole_shape
@@ -109,9 +109,11 @@ def _sharded(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:
     Raises:
         NotImplementedError: the optimizer looks at several parameters at once.
     """
-    if not state.is_initialized or not state.cfg.shard_optimizer_state:
+    if not state.is_initialized:
         return None
     if not owners.is_on():
+        if not state.cfg.shard_optimizer_state:
+            return None
         warnings.warn(
             "smp: shard_optimizer_state=True has no effect: rdp_size is 1, so no two ranks "
             f"hold the same parameter ({ranks.size()} ranks, pipeline_parallel_degree="
@@ -293,9 +295,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             data_parallel.assign_owners()
             sharded.take_share()
             self.masters.make()
+            live_parameters.release_all()
         if self._overflows():  # collective, also after a failure
             sharded.end_step(failure.error)
             return None
+        if owners.shards_parameters() and state.cfg.sdp_gradient_clipping > 0:
+            with failure:
+                self.clip_master_grads(state.cfg.sdp_gradient_clipping)
         result = None
         with failure, self._failing_together():
             if failure.error is not None:

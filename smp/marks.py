@@ -53,6 +53,10 @@ REPLACED = "_smp_replaced"  # its name in the model before a distributed module 
 # lack it.  End: the tensor's.
 HAS_MASTER = "_smp_has_master"
 
+# In the __dict__ of a sharded parameter: its `smp.sharding.shards.Shard`.  Deep copies lack it.
+# End: the tensor's.
+SHARD = "_smp_shard"
+
 # An attribute of a parameter or buffer of another rank: path and pp_rank.  A parameter refuses
 # copies and pickles; those of a buffer are plain tensors.  End: the tensor's.
 HOME = "_smp_home"
@@ -103,7 +107,8 @@ def set_class(thing: Any, cls: type) -> None:
     activation checkpointing; copies and pickles are of the user's class.  Replacements get a
     forward with the arguments of the replaced module.  Parameters and buffers get the classes
     of split parameters (``smp/slicing/split_parameters.py``) and of tensors of other ranks
-    (``smp/modules/remote_tensors.py``), for good but for conversions.
+    (``smp/modules/remote_tensors.py``), for good but for conversions.  Sharded ones have one
+    while they are released (``smp/sharding/shards.py``).
     """
     thing.__class__ = cls
 

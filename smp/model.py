@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -41,6 +41,8 @@ from smp.runtime import (
     sync_batch_norm,
 )
 from smp.saving import state_dicts
+from smp.sharding import live_parameters, owners
+from smp.sharding.live_parameters import LiveParameters
 from smp.sharding.owners import model_parameter
 from smp.slicing import parameter_marks
 from smp.slicing.slices import (
@@ -156,6 +158,8 @@ class DistributedModel(live_models.LiveModel):
             )
             if rt.pp_size == 1:
                 record.replicas.broadcast()
+        if owners.shards_parameters():
+            record.live_parameters = LiveParameters(self)
 
     def _smp_wrap(self, module: nn.Module) -> None:
         inner_module.give(module)
@@ -211,7 +215,8 @@ class DistributedModel(live_models.LiveModel):
             RuntimeError: parts of the model are on other ranks.
             TypeError: parts of the model are split over the TP_GROUP.
         """
-        return copy.deepcopy(self._smp_module, memo)
+        with self.gathered_parameters():
+            return copy.deepcopy(self._smp_module, memo)
 
     @property
     def module(self) -> nn.Module:
@@ -233,7 +238,9 @@ class DistributedModel(live_models.LiveModel):
                 f"{rt.pp_size} call it inside a function with @smp.step"
             )
         if replicas is not None and rt.pp_size == 1 and not rt.step.is_under_way:
-            return replicas.forward_outside_step(lambda: self._smp_call(*args, **kwargs))
+            replicas.assign_owners()
+            with live_parameters.in_use([self]):
+                return replicas.forward_outside_step(lambda: self._smp_call(*args, **kwargs))
         return self._smp_call(*args, **kwargs)
 
     @not_traced("a model that smp distributes", and_all_below=False)
@@ -275,6 +282,8 @@ class DistributedModel(live_models.LiveModel):
         backward.run(record.rt, tensors, grad_tensors, self._smp_average_grads, is_scaled)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if (live := self._smp_record.live_parameters) is not None:
+            live.dissolve()
         if not self.partitioned:
             super()._apply(fn, recurse)
             rt = self._smp_record.rt
@@ -337,6 +346,20 @@ class DistributedModel(live_models.LiveModel):
         """
         if self._smp_record.replicas is not None:
             self._smp_record.replicas.register_comm_hook(state, callable)
+
+    @contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """The parameters have all their values in the block, and may be changed there.
+
+        Without ``sharded_data_parallel_degree`` they have them anyway.  Collective over the
+        RDP_GROUP: all of its ranks enter the block, and make the same changes.
+        """
+        live = self._smp_record.live_parameters
+        if live is not None:
+            live.gather_all()
+        yield
+        if live is not None:
+            live.keep_within_limit()
 
     def get_module(self) -> nn.Module:
         """The wrapped module itself."""

@@ -51,7 +51,10 @@ def form(boot: Bootstrap, placement: Placement, cfg: Config) -> Groups:
                 "of the job: let smp.init() initialise it"
             )
         with _gloo_on(interface), ranks.with_settings(vars(cfg)):
-            by_kind = _form_kinds(boot, placement, None if owns_default else backend)
+            every = None if owns_default else backend
+            by_kind = _form_kinds(boot, placement, every)
+            if cfg.sharded_data_parallel_degree > 1:
+                by_kind["shards"] = _form_shards(boot, placement, every)
             objects = dist.new_group(backend="gloo", timeout=OBJECTS_TIMEOUT)
         # Rank 0 serves the store to the others until here.
         boot.barrier()
@@ -167,6 +170,22 @@ def _form_kinds(
             if boot.rank in members:
                 by_kind[kind] = made[key]
     return by_kind
+
+
+def _form_shards(
+    boot: Bootstrap, placement: Placement, backend: str | None
+) -> dist.ProcessGroup:
+    """This rank's RDP_GROUP once more: gathers of parameters come in the order of modules, and
+    collectives of gradients when these are complete.
+    """
+    mine = None
+    for members in placement.groups("rdp"):
+        with smddp.called("RDP_GROUP (sharded parameters)"):
+            made = dist.new_group(list(members), backend=backend)
+        if boot.rank in members:
+            mine = made
+    assert mine is not None
+    return mine
 
 
 def device_of_numbers(group: dist.ProcessGroup) -> torch.device:

@@ -36,6 +36,7 @@ from smp.pytorch import accelerator, call_warnings, context_variables
 from smp.pytorch.restore import write_back
 from smp.runtime import core_tables, failures, microbatches, thread_state
 from smp.runtime_state import Runtime, StepPhase
+from smp.sharding import live_parameters, owners
 from smp.state_mod import state
 from smp.tensor_parallel import group
 from smp.tensor_parallel.backward import order, sequence, step_end, unused_collectives
@@ -221,7 +222,10 @@ class Step:
                 run = self._run_pipelined
             replicated = [m for m in models if record_of(m).replicas is not None]
             if replicated:
-                output = self._run_replicated(run, refused, replicated)
+                if owners.shards_parameters():
+                    data_parallel.assign_owners()
+                with live_parameters.in_use(replicated):
+                    output = self._run_replicated(run, refused, replicated)
             else:
                 output = run(refused)
             for one in models:
@@ -367,7 +371,8 @@ class Step:
     # ------------------------------------------------------------- without a pipeline
 
     def _run_unpipelined(self, refused: Exception | None) -> Any:
-        with step_end.of_tp_group():
+        gathers = live_parameters.group_of_call(live_models.living())
+        with step_end.of_tp_group(), step_end.together(gathers):
             random_streams.share()  # before any failure on one tp_rank alone
             refused = self._split_as_others(refused)
             if refused is not None:

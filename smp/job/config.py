@@ -243,7 +243,6 @@ ALIASES = {"partitions": "pipeline_parallel_degree", "_prescaled_batch": "presca
 
 # Parameters not built yet: (parameter, asks for it, its effect).
 _NOT_BUILT: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("sharded_data_parallel_degree", lambda v: v > 1, "sharded data parallelism"),
     ("pipeline", lambda v: v == "zero_bubble", "the zero-bubble schedule"),
 ]
 
@@ -310,6 +309,13 @@ def load(given: Mapping[str, Any] | None, size: int) -> Config:
     for broken, message in _RULES:
         if broken(config, names, size):
             raise ConfigError(message.format(c=config, size=size))
+    replicas, shards = size // _degrees(config), config.sharded_data_parallel_degree
+    if 1 < shards < replicas:
+        raise NotImplementedError(
+            f"sharded_data_parallel_degree={shards}: to shard over some of the "
+            f"{replicas} ranks with the same parameters (rdp_size) is not built yet: set it to "
+            f"{replicas}"
+        )
     for name, asks_for_it, what in _NOT_BUILT:
         if asks_for_it(value := getattr(config, name)):
             raise NotImplementedError(f"{name}={value!r}: {what} is not built yet")

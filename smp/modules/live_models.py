@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -71,6 +72,7 @@ class ModelRecord:
     split_paths: tuple[str, ...] = ()  # of modules split by tensor parallelism
     counterparts: Any = None  # between the plain model's parameters and replaced ones
     replicas: Any = None  # the model's DataParallel, with replicas
+    live_parameters: Any = None  # the model's LiveParameters, if they are sharded
     has_sync_norm: bool = False
     half: torch.dtype | None = None  # of its tensors; None: each its own
     deferred_loads: list[tuple] = field(default_factory=list)  # until the partition
@@ -89,6 +91,7 @@ class LiveModel(nn.Module):
         def module(self) -> nn.Module: ...
         @property
         def partitioned(self) -> bool: ...
+        def gathered_parameters(self) -> AbstractContextManager[None]: ...
         def local_modules(self) -> Iterator[nn.Module]: ...
         def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
         def local_parameters(self) -> Iterator[nn.Parameter]: ...

@@ -462,8 +462,10 @@ def _partial_files(
     """
     at = job.placement.coordinates(job.boot.rank)
     files: dict[str, Any] = {}
-    if at.rdp == 0:
-        files[f"model_{at.pp}_{at.tp}.pt"] = model.local_state_dict()
+    if at.rdp == 0 or owners.shards_parameters():
+        values = model.local_state_dict()
+        if at.rdp == 0:
+            files[f"model_{at.pp}_{at.tp}.pt"] = values
     if optimizer is not None and (at.rdp == 0 or owners.is_on()):
         part = f"{at.pp}_{at.tp}" + (f"_{at.rdp}" if owners.is_on() else "")
         states = optimizer.local_state_dict(gather_if_shard=False)
@@ -483,7 +485,8 @@ def _full_files(
     translate: bool,
 ) -> dict[str, Any]:
     leads = job.placement.coordinates(job.boot.rank).rdp == 0
-    whole: Any = model.state_dict(gather_to_rank0=True) if leads else None
+    takes_part = leads or owners.shards_parameters()
+    whole: Any = model.state_dict(gather_to_rank0=True) if takes_part else None
     states = None
     if optimizer is not None and (leads or owners.is_on()):
         states = optimizer.state_dict()

@@ -80,6 +80,8 @@ def _owned(model: LiveModel) -> "OrderedDict[str, Any]":
             f"smp: state dict of a model: '{delayed[0]}' has no values yet, as it was made in "
             "smp.delay_param_initialization: call a step function first"
         )
+    if (live := record_of(model).live_parameters) is not None:
+        mine = OrderedDict((name, live.read(value)) for name, value in mine.items())
     out = map_tensors(mine, Tensor.detach)
     out._metadata = entries._metadata  # type: ignore[attr-defined]
     return out
@@ -187,7 +189,8 @@ def load(
         given._metadata = metadata  # type: ignore[attr-defined]
     record = record_of(model)
     if model.partitioned or record.rt.pp_size == 1:
-        return _load_now(model, given, partial, strict, same_partition_load)
+        with model.gathered_parameters():
+            return _load_now(model, given, partial, strict, same_partition_load)
     # Every rank has the whole module until the partition.
     entries = _entries(model.module)
     whole = _of_all_ranks(entries, given) if partial else _own_slices(entries, given)

@@ -89,10 +89,14 @@ class Owners:
         self._present = {id(model_parameter(member)) for member in self._members()}
         mine = [p for p in parameters if id(p) in self._present]
         new = [p for p in mine if id(p) not in self._parts]
+        cuts = {id(p) for p in new if id(p) not in sparse and self._may_cut(p)}
+        if shards_parameters():  # gathered by one operation each
+            for parameter in new:
+                if id(parameter) in cuts and parameter.numel() >= least_sharded():
+                    self._parts[id(parameter)] = parameter, even_parts(parameter.numel())
+            new = [p for p in new if id(p) not in self._parts]
         sizes = [elements_alike(p) for p in new]
-        shares = share_out(
-            sizes, [id(p) not in sparse and self._may_cut(p) for p in new], self._loads
-        )
+        shares = share_out(sizes, [id(p) in cuts for p in new], self._loads)
         for parameter, size, parts in zip(new, sizes, shares, strict=True):
             self._parts[id(parameter)] = parameter, _stretched(parts, size, parameter.numel())
         return {id(p) for p in mine}
@@ -131,7 +135,26 @@ def forget() -> None:
 
 def is_on() -> bool:
     """Whether optimizer state is shared out in this job."""
-    return state.is_initialized and state.cfg.shard_optimizer_state and ranks.rdp_size() > 1
+    if not state.is_initialized or ranks.rdp_size() == 1:
+        return False
+    return state.cfg.shard_optimizer_state or shards_parameters()
+
+
+def shards_parameters() -> bool:
+    """Whether the parameters themselves are shared out, too."""
+    return state.is_initialized and state.cfg.sharded_data_parallel_degree > 1
+
+
+def least_sharded() -> int:
+    """The elements of the smallest parameter that is sharded."""
+    return state.cfg.sdp_param_persistence_threshold
+
+
+def even_parts(elements: int) -> Parts:
+    """As many elements for each rank of the RDP_GROUP, in the order of ranks."""
+    each = max(UNIT, -(-elements // ranks.rdp_size() // UNIT) * UNIT)
+    starts = range(0, max(1, elements), each)
+    return tuple(Part(i, at, min(at + each, elements)) for i, at in enumerate(starts))
 
 
 def assign(parameters: Iterable[Tensor], sparse: Collection[int] = ()) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smp.marks import set_class
 from smp.pytorch import patches
 from smp.sharding import rules, values
 from smp.sharding.owners import Owners, Part, Parts, model_parameter, part_here
+from smp.sharding.shards import ReleasedParameter, is_released, shard_of
 from smp.sharding.slices import SliceParameter, cut, slice_of
 from smp.slicing.split_parameters import among_slices, is_plain
 
@@ -40,7 +42,9 @@ class ShardedOptimizer:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _may_cut(self, parameter: Tensor) -> bool:
-        return self._cuts and is_plain(parameter) and parameter.is_contiguous()
+        shard = shard_of(parameter)
+        kind = None if shard is None else shard.kind
+        return self._cuts and is_plain(parameter, kind) and parameter.is_contiguous()
 
     def _with_parts(self) -> Iterator[tuple[list[Any], int, Parts, Part | None]]:
         """Members with owners: a list and a place in it; the parts, and this rank's."""
@@ -121,7 +125,9 @@ class ShardedOptimizer:
 
     @contextmanager
     def others_hidden(self) -> Iterator[None]:
-        """In the block, parameters of other owners have no gradient."""
+        """In the block, parameters of other owners have no gradient, and those without values
+        here are no members.
+        """
         hidden = []
         self._note_updated()
         for members, place, _, part in self._with_parts():
@@ -130,11 +136,34 @@ class ShardedOptimizer:
                 hidden.append((member, member.grad))
                 member.grad = None
         try:
-            yield
+            with self._with_values_alone():
+                yield
         finally:
             self._note_updated()  # also gradients made by a hook of the optimizer
             for member, gradient in hidden:
                 member.grad = gradient
+
+    @contextmanager
+    def _with_values_alone(self) -> Iterator[None]:
+        """In the block, a released parameter of this rank is of its own class; others are none
+        of the optimizer's, which may look at all its members.
+        """
+        every = [group["params"] for group in self._optimizer.param_groups]
+        before = [list(members) for members in every]
+        released = [p for members in every for p in members if is_released(p)]
+        here = [p for p in released if shard_of(p).keeps_all]
+        gone = {id(p) for p in released} - {id(p) for p in here}
+        for members in every if gone else ():
+            members[:] = [p for p in members if id(p) not in gone]
+        for parameter in here:
+            set_class(parameter, shard_of(parameter).kind)
+        try:
+            yield
+        finally:
+            for members, all_of_them in zip(every, before, strict=True) if gone else ():
+                members[:] = all_of_them
+            for parameter in here:
+                set_class(parameter, ReleasedParameter)
 
     def _note_updated(self) -> None:
         """An optimizer leaves parameters without a gradient alone."""
@@ -166,7 +195,8 @@ class ShardedOptimizer:
         every, updated = self.owners.every(), self._updated
         self._updated = set()
         failed, flags = values.agree(error is not None, [id(p) in updated for p, _ in every])
-        values.give(one for one, flag in zip(every, flags, strict=True) if flag)
+        pairs = zip(every, flags, strict=True)
+        values.give(one for one, flag in pairs if flag and not is_released(one[0]))
         if failed:
             values.raise_failure(error, failed)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from smp.marks import HAS_MASTER
 from smp.sharding.owners import Part
+from smp.sharding.shards import elements_here, note_slice
 from smp.slicing.slices import MARKS
 
 
@@ -50,8 +51,7 @@ class SliceParameter(nn.Parameter):
         whole = self.stands_for
         if whole is None or whole.dtype != self.dtype:
             return False
-        first = whole.data_ptr() + self.part.start * whole.element_size()
-        return first == self.data_ptr()
+        return elements_here(whole, self.part).data_ptr() == self.data_ptr()
 
 
 def slice_of(parameter: Any, part: Part) -> SliceParameter:
@@ -67,9 +67,9 @@ def slice_of(parameter: Any, part: Part) -> SliceParameter:
             "ranks update contiguous elements of it: convert the model's memory format before "
             "smp.DistributedOptimizer"
         )
-    row = parameter.detach().as_subclass(Tensor).view(-1)
-    made = SliceParameter(row[part.start : part.end], parameter.requires_grad)
+    made = SliceParameter(elements_here(parameter, part), parameter.requires_grad)
     made.stands_for, made.part = parameter, part
+    note_slice(parameter, made)
     for mark in (*MARKS, HAS_MASTER):
         if mark in parameter.__dict__:
             setattr(made, mark, parameter.__dict__[mark])

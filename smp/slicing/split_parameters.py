@@ -192,9 +192,13 @@ def become_like(twin: nn.Parameter, parameter: Tensor) -> None:
         twin.__dict__.update(parameter.__dict__)
 
 
-def is_plain(parameter: Tensor) -> bool:
-    """Whether the parameter is of no class of a user's or another library's."""
-    return type(parameter) in (nn.Parameter, SplitParameter)
+def is_plain(parameter: Tensor, kind: type | None = None) -> bool:
+    """Whether the parameter is of no class of a user's or another library's.
+
+    Args:
+        kind: its class, where it has another one for a time.
+    """
+    return (kind or type(parameter)) in (nn.Parameter, SplitParameter)
 
 
 def writes(name: str) -> bool:
