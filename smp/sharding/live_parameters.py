@@ -6,7 +6,7 @@ of a call outside, and released by the next update.  A larger one is gathered *o
 - a module's own parameters when it is called, others when an operator meets them;
 - in backward when autograd unpacks them: what a graph would save of a parameter is a note;
 - the parameters used least recently are released for others, but for those of modules with a
-  call under way, and for those with views, such as an operator's under way.
+  call under way.  A view, such as an operator's under way, keeps the memory that it has.
 
 Parameters below ``sdp_param_persistence_threshold`` elements are never released.
 """
@@ -190,8 +190,8 @@ class LiveParameters:
         for shard in sorted(live, key=lambda shard: shard.last_use):
             if held <= self._limit:
                 break
-            busy = shard.uses > 0 or id(shard) in wanted
-            if busy or (not shard.keeps_all and shards.has_other_views(shard.parameter)):
+            # Alike on all ranks, so whatever views of it a script has here.
+            if shard.uses > 0 or id(shard) in wanted:
                 continue
             shards.release(shard)
             self._note_memory([shard])

@@ -208,15 +208,10 @@ def release(shard: Shard) -> None:
     set_class(parameter, ReleasedParameter)
 
 
-def has_other_views(parameter: Tensor) -> bool:
-    """Whether other tensors have the parameter's memory: a release would not free it."""
-    storage = parameter.untyped_storage()
-    # That of the parameter, and of `storage`.
-    return torch._C._storage_Use_Count(storage._cdata) > 2
-
-
 def _drop_memory(parameter: nn.Parameter) -> None:
-    if has_other_views(parameter) or not parameter.untyped_storage().resizable():
+    storage = parameter.untyped_storage()
+    # References of the parameter, and of `storage`; more are of views, which keep the memory.
+    if torch._C._storage_Use_Count(storage._cdata) > 2 or not storage.resizable():
         parameter.data = torch.empty_like(parameter.data)
     parameter.untyped_storage().resize_(0)
 
