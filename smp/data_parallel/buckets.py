@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp import torch_versions
+from smp.collectives.process_group import ProcessGroup
+from smp.collectives.work import AllOf
 from smp.data_parallel.group import Holders, gradient_dtype
-from smp.sharding.owners import Part, Parts, parts_of
+from smp.sharding.owners import Part, Parts, part_here, parts_of
+from smp.sharding.shards import may_keep_averages
 from smp.slicing.slices import elements_alike
 
 MEGABYTE = 1024 * 1024
@@ -69,6 +73,7 @@ class Bucket:
 
     Attributes:
         parts: of the buffer, by the owner of the gradients; None: each rank keeps them.
+        scatters: each rank gets the sums for its own elements alone (`smp.sharding.shards`).
     """
 
     def __init__(
@@ -98,6 +103,11 @@ class Bucket:
         self.parts: Parts | None = parts
         if parts is not None and len(parts) == 1:
             self.parts = (Part(parts[0].owner, 0, self._size),)
+        self.scatters = (
+            may_keep_averages(parameters[0])
+            and not (sparse or as_views)
+            and len(holders.ranks) == len(holders.owners)
+        )
         self._bytes: Tensor | None = None  # the Memory's
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
@@ -165,6 +175,32 @@ class Bucket:
                 view.zero_()
             elif gradient is not view:
                 view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+    def scatter(self) -> tuple[Any, Tensor]:
+        """Begin the sum: its work, and the place of this rank's sums, once that is over."""
+        assert self.parts is not None
+        buffer, mine = self.buffer(), part_here(self.parts)
+        counts = [0] * len(self.holders.owners)
+        for owner, start, end in self.parts:
+            counts[owner] = end - start
+        own = buffer.new_empty(0 if mine is None else mine.end - mine.start)
+        alike = len(set(counts)) == 1
+        if isinstance(self.holders.group, ProcessGroup) and buffer.is_cpu:
+            work = self.holders.group.reduce_rows(own, buffer, None if alike else counts, True)
+            return work, own
+        if alike:
+            reduce_scatter = torch_versions.reduce_scatter_single
+            return reduce_scatter(own, buffer, group=self.holders.group, async_op=True), own
+        works = [
+            dist.reduce(
+                buffer[start:end],
+                self.holders.owners[owner],
+                group=self.holders.group,
+                async_op=True,
+            )
+            for owner, start, end in self.parts
+        ]
+        return AllOf(works), buffer[:0] if mine is None else buffer[mine.start : mine.end]
 
     def empty(self, memory: Memory) -> None:
         """Give the buffer back."""

@@ -17,6 +17,7 @@ from smp.collectives.objects import refuse_if_forked
 from smp.collectives.torch_process_groups import device_of_numbers
 from smp.pytorch.restore import write
 from smp.sharding.owners import parts_of
+from smp.sharding.shards import averages_of
 from smp.slicing.slices import slices_of
 
 
@@ -59,6 +60,8 @@ class Layout(NamedTuple):
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """The dtype of the gradient, present or future, of a parameter."""
+    if (averages := averages_of(parameter)) is not None:
+        return averages.dtype
     if parameter.grad is not None:
         return parameter.grad.dtype
     return getattr(parameter, "grad_dtype", None) or parameter.dtype

@@ -37,6 +37,7 @@ from smp.data_parallel.buckets import Bucket, Memory
 from smp.data_parallel.group import Layout, Replicas, ReplicasDiffer
 from smp.runtime import failures
 from smp.sharding.owners import part_here
+from smp.sharding.shards import keep_averages
 from smp.tensor_parallel.backward import unused_collectives
 from smp.tensor_parallel.backward.step_end import PeerFailed
 
@@ -101,6 +102,11 @@ class Reduction:
         self._apart: dict[Tensor, Tensor] = {}
         self._results: dict[Tensor, Tensor] = {}  # of parameters without a gradient here
         self._without: set[Tensor] = set()  # had no gradient when they were sent
+        self._given_away: set[Tensor] = (
+            set()
+        )  # their gradients went into a bucket
+        self._averages: dict[Tensor, Tensor] = {}  # for this rank's elements alone
+        self._own_sums: dict[int, Tensor] = {}  # by place of a bucket that scatters
         self._taken_in: set[int] = set()
         self._failure: Exception | None = None
         self._active: list[int] | None = None  # dp_ranks taking part, once known
@@ -242,6 +248,11 @@ class Reduction:
             bucket.is_launched = True
             if not again:
                 self._note_sent(member, bucket)
+            if member.hook is None and bucket.scatters:
+                self._give_away(bucket)
+                work, self._own_sums[place] = bucket.scatter()
+                self._under_way.append((place, work))
+                return
             if member.hook is None:
                 self._under_way.append((place, self._sum(bucket)))
                 return
@@ -264,9 +275,20 @@ class Reduction:
             elif member.keeps_apart_at_once and self._overlaps:
                 self.keep_apart(parameter)
 
+    def _give_away(self, bucket: Bucket) -> None:
+        """The gradient is in the bucket: free its memory, where a failure makes it None again.
+
+        In a pipeline the ledger has it.
+        """
+        (parameter,) = bucket.parameters()
+        is_free = self.replicas.have_one_rank and self._overlaps and not self._had[parameter]
+        if is_free and parameter.grad is not None:
+            self._given_away.add(parameter)
+            parameter.grad = None
+
     def _is_addition(self, parameter: Tensor) -> bool:
         """Whether the ``.grad`` of a parameter already sent is a later addition."""
-        return parameter in self._apart or parameter in self._without
+        return any(parameter in some for some in (self._apart, self._without, self._given_away))
 
     def _sum(self, bucket: Bucket) -> Any:
         if len(bucket.holders.ranks) == 1:
@@ -378,7 +400,7 @@ class Reduction:
             mine[size + place] = 1
         if not self._joined:
             unused_collectives.drop_zeros()
-            flags = [p.grad is not None for p in everything]
+            flags = [p.grad is not None or p in self._given_away for p in everything]
             mine[size + nbuckets :] = torch.tensor(flags, dtype=torch.int32, device="cpu")
         shared = mine.to(self.replicas.control_device)
         self.replicas.sum(shared).wait()
@@ -407,6 +429,11 @@ class Reduction:
         try:
             result = work.wait()
             with torch.no_grad():
+                if place in self._own_sums:
+                    sums = self._own_sums.pop(place).div_(self._divisor(member, bucket))
+                    self._add_averages(bucket, sums)
+                    bucket.empty(self._memory)
+                    return
                 if member.hook is not None:
                     tensor = result[0] if isinstance(result, list | tuple) else result
                     bucket.set_buffer(tensor)
@@ -420,6 +447,15 @@ class Reduction:
         except Exception as error:  # noqa: BLE001 - a hook of the user's, or a connection
             self._failure = self._failure or error
         bucket.empty(self._memory)
+
+    def _add_averages(self, bucket: Bucket, averages: Tensor) -> None:
+        """Keep them, in memory of their own; a second sending brings additions."""
+        (parameter,) = bucket.parameters()
+        if parameter in self._averages:
+            self._averages[parameter] += averages
+        else:
+            own_memory = averages.untyped_storage().nbytes() == averages.nbytes
+            self._averages[parameter] = averages if own_memory else averages.clone()
 
     def _keeps(self, bucket: Bucket) -> bool:
         """Whether the averages are for this rank; clears elements of other owners."""
@@ -489,6 +525,9 @@ class Reduction:
             for parameter, is_used in zip(bucket.parameters(), wanted, strict=True):
                 if not is_used or not is_here:
                     parameter.grad = None
+                    continue
+                if parameter in self._averages:
+                    keep_averages(parameter, self._averages[parameter])
                     continue
                 result = self._result(parameter)
                 if result is None:  # dropped, as it was zeros on all replicas

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from smp import ranks
+from smp.marks import SHARD
 from smp.slicing.slices import elements_alike
 from smp.state_mod import state
 
@@ -201,6 +202,9 @@ def keeps_state(parameter: Tensor) -> bool:
 
 def own_gradient(parameter: Tensor) -> Tensor | None:
     """The elements of a gradient that count on this rank, each on one replica alone."""
+    averages = getattr(getattr(model_parameter(parameter), SHARD, None), "gradient", None)
+    if averages is not None:
+        return averages
     gradient = parameter.grad
     if gradient is None or not is_on():
         return gradient

@@ -16,7 +16,7 @@ from smp.marks import set_class
 from smp.pytorch import patches
 from smp.sharding import rules, values
 from smp.sharding.owners import Owners, Part, Parts, model_parameter, part_here
-from smp.sharding.shards import ReleasedParameter, is_released, shard_of
+from smp.sharding.shards import averages_of, has_gradient, is_released, shard_of
 from smp.sharding.slices import SliceParameter, cut, slice_of
 from smp.slicing.split_parameters import among_slices, is_plain
 
@@ -163,13 +163,13 @@ class ShardedOptimizer:
             for members, all_of_them in zip(every, before, strict=True) if gone else ():
                 members[:] = all_of_them
             for parameter in here:
-                set_class(parameter, ReleasedParameter)
+                shard_of(parameter).dress()
 
     def _note_updated(self) -> None:
         """An optimizer leaves parameters without a gradient alone."""
         for members, place, _, part in self._with_parts():
             whole = model_parameter(members[place])
-            if part is not None and whole.grad is not None:
+            if part is not None and has_gradient(whole):
                 self._updated.add(id(whole))
 
     @among_slices
@@ -178,7 +178,7 @@ class ShardedOptimizer:
         """After zeros in slices of gradients: zeros in the rest."""
         for members, place, parts, _ in self._with_parts():
             whole = model_parameter(members[place])
-            if len(parts) > 1 and whole.grad is not None:
+            if len(parts) > 1 and averages_of(whole) is None and whole.grad is not None:
                 whole.grad.zero_()
 
     @among_slices

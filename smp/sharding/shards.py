@@ -48,7 +48,9 @@ class Shard:
         part: this rank's; None: it has none.
         own: this rank's elements while the parameter is released; None: it keeps all of them,
             or has none.
-        kind: the parameter's class while it is gathered.
+        kind: the parameter's class while it is gathered, and has no averages of this rank's.
+        gradient: the averages for this rank's elements, which it updates; None: there are none,
+            or ``.grad`` has them.
         uses: modules with a call under way that have the parameter.
         last_use: a number that grows from use to use.
     """
@@ -62,6 +64,7 @@ class Shard:
         self.own: Tensor | None = None
         self.kind = type(parameter)
         self.is_released = False
+        self.gradient: Tensor | None = None
         self.uses = 0
         self.last_use = 0
 
@@ -76,6 +79,11 @@ class Shard:
     def keeps_all(self) -> bool:
         """Whether this rank has all elements, and so keeps the parameter's memory."""
         return self.part is not None and len(self.parts) == 1
+
+    def dress(self) -> None:
+        """Give the parameter the class of its state."""
+        kind = self.kind if self.gradient is None else AveragedParameter
+        set_class(self.parameter, ReleasedParameter if self.is_released else kind)
 
     def _show(self, elements: Tensor) -> None:
         """This rank's elements are there now."""
@@ -122,7 +130,59 @@ def serve(service: _Service) -> None:
     _service[:] = [service]
 
 
-class ReleasedParameter(nn.Parameter):
+def averages_of(parameter: Tensor) -> Tensor | None:
+    """The averages for this rank's elements, apart from ``.grad``; None: there are none."""
+    shard = shard_of(parameter)
+    return None if shard is None else shard.gradient
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Whether there is a gradient for this rank's elements."""
+    return averages_of(parameter) is not None or parameter.grad is not None
+
+
+def may_keep_averages(parameter: Tensor) -> bool:
+    """Whether this rank can keep averages for its own elements alone."""
+    shard = shard_of(parameter)
+    return shard is not None and len(shard.parts) > 1 and shard.kind is nn.Parameter
+
+
+def keep_averages(parameter: nn.Parameter, averages: Tensor | None) -> None:
+    """Have averages for this rank's elements alone, in the place of ``.grad``."""
+    shard = shard_of(parameter)
+    assert shard is not None
+    nn.Parameter.grad.__set__(parameter, None)  # type: ignore[attr-defined]
+    shard.gradient = averages
+    shard.dress()
+
+
+class AveragedParameter(nn.Parameter):
+    """A parameter with averages for this rank's elements alone.
+
+    A script that asks for ``.grad`` gets these with zeros for the elements of others.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """As of any parameter."""
+        shard = shard_of(self)
+        if shard is not None and shard.gradient is not None and shard.part is not None:
+            averages, part = shard.gradient, shard.part
+            whole = averages.new_zeros(self.numel())
+            whole[part.start : part.end] = averages
+            self.grad = whole.view(self.shape)
+        return nn.Parameter.grad.__get__(self)  # type: ignore[attr-defined]
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        shard = shard_of(self)
+        if shard is not None and shard.gradient is not None:
+            shard.gradient = None
+            shard.dress()
+        nn.Parameter.grad.__set__(self, gradient)  # type: ignore[attr-defined]
+
+
+class ReleasedParameter(AveragedParameter):
     """A parameter with its values at their owners."""
 
     @classmethod
@@ -205,7 +265,7 @@ def release(shard: Shard) -> None:
     changed = parameter._version + 1
     torch._C._autograd._unsafe_set_version_counter((parameter,), (changed,))
     shard.is_released = True
-    set_class(parameter, ReleasedParameter)
+    shard.dress()
 
 
 def _drop_memory(parameter: nn.Parameter) -> None:
@@ -233,7 +293,7 @@ def gather(shards: list[Shard]) -> None:
             if part is not None and len(shard.parts) > 1:
                 shard._show(parameter.data.view(-1)[part.start : part.end])
             shard.own, shard.is_released = None, False
-            set_class(parameter, shard.kind)
+            shard.dress()
 
 
 def group_of_gathers() -> dist.ProcessGroup:

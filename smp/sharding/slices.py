@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smp.marks import HAS_MASTER
 from smp.sharding.owners import Part
-from smp.sharding.shards import elements_here, note_slice
+from smp.sharding.shards import averages_of, elements_here, note_slice
 from smp.slicing.slices import MARKS
 
 
@@ -31,6 +31,8 @@ class SliceParameter(nn.Parameter):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The elements of the parameter's gradient."""
         whole = self.stands_for
+        if whole is not None and (averages := averages_of(whole)) is not None:
+            return averages
         if whole is None or whole.grad is None:
             return None
         if not whole.grad.is_contiguous():
