@@ -113,11 +113,16 @@ PRIVATE: dict[str, tuple[str, ...]] = {
         "_is_any_autocast_enabled",
         "_len_torch_dispatch_stack",
         "_len_torch_function_stack",
+        "_storage_Use_Count",
         "_swap_tensor_impl",
         "_will_engine_execute_node",
     ),
     "torch._C._FunctionBase": ("_raw_saved_tensors",),
-    "torch._C._autograd": ("_get_sequence_nr", "_top_saved_tensors_default_hooks"),
+    "torch._C._autograd": (
+        "_get_sequence_nr",
+        "_top_saved_tensors_default_hooks",
+        "_unsafe_set_version_counter",
+    ),
     "torch._C._distributed_c10d": (
         "_allow_inflight_collective_as_graph_input",
         "_register_work",

@@ -23,6 +23,8 @@ from smp.sharding.owners import Part, Parts, part_here
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
 
+_GRAD: Any = Tensor.grad  # the attribute of torch's own
+
 # Reads of a released parameter that need no values.
 _HARMLESS = frozenset({
     "__hash__", "__set__", "dim", "element_size", "empty_like", "full_like", "is_complex",
@@ -42,7 +44,7 @@ class Shard:
         parameter: of the model; gathered.
         name: in the model.
         parts: its elements by owner.
-        live: the model's `smp.sharding.live_parameters.LiveParameters`.
+        live: the model's `smp.data_parallel.live_parameters.LiveParameters`.
 
     Attributes:
         part: this rank's; None: it has none.
@@ -151,7 +153,7 @@ def keep_averages(parameter: nn.Parameter, averages: Tensor | None) -> None:
     """Have averages for this rank's elements alone, in the place of ``.grad``."""
     shard = shard_of(parameter)
     assert shard is not None
-    nn.Parameter.grad.__set__(parameter, None)  # type: ignore[attr-defined]
+    _GRAD.__set__(parameter, None)
     shard.gradient = averages
     shard.dress()
 
@@ -171,7 +173,7 @@ class AveragedParameter(nn.Parameter):
             whole = averages.new_zeros(self.numel())
             whole[part.start : part.end] = averages
             self.grad = whole.view(self.shape)
-        return nn.Parameter.grad.__get__(self)  # type: ignore[attr-defined]
+        return _GRAD.__get__(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -179,7 +181,7 @@ class AveragedParameter(nn.Parameter):
         if shard is not None and shard.gradient is not None:
             shard.gradient = None
             shard.dress()
-        nn.Parameter.grad.__set__(self, gradient)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, gradient)
 
 
 class ReleasedParameter(AveragedParameter):
@@ -251,8 +253,8 @@ def release(shard: Shard) -> None:
     """Keep this rank's elements alone.  No rank waits for another.
 
     Other tensors with the parameter's memory, such as views of the script's, keep that.  A
-    graph that has saved the parameter itself, but for those of `smp.sharding.live_parameters`,
-    refuses its backward: as after any other change of the parameter.
+    graph that has saved the parameter itself refuses its backward, as after any other change.
+    Those of calls with gathers on demand have saved notes.
     """
     parameter = shard.parameter
     if not shard.keeps_all:

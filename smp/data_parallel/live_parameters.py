@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from smp.marks import SHARD
 from smp.modules import live_models
 from smp.modules.live_models import LiveModel, record_of
+from smp.pytorch import patches
 from smp.pytorch.compiled_code import not_traced
 from smp.sharding import owners, shards
 from smp.sharding.owners import even_parts
@@ -213,8 +214,8 @@ class LiveParameters:
             return NotImplemented
         if tensor.dtype is not shard.parameter.dtype:
             return NotImplemented  # a view that keeps the parameter from being released
-        place = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return _Saved(self, shard, self.updates, *place)
+        offset = int(tensor.storage_offset())
+        return _Saved(self, shard, self.updates, tensor.size(), tensor.stride(), offset)
 
     @among_slices
     def unpack(self, saved: _Saved) -> Tensor:
@@ -284,17 +285,12 @@ def _gathering(tight: list[LiveParameters]) -> Iterator[None]:
         live.keep_within_limit()
     before, _on_demand[:] = list(_on_demand), tight
     shards.serve(_serve)
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(_will_call),
-        nn.modules.module.register_module_forward_hook(_has_called, always_call=True),
-    ]
     try:
-        with saved_tensors_hooks(_pack, _unpack):
+        calls = patches.gathered_calls.in_block(_will_call, _has_called)
+        with calls, saved_tensors_hooks(_pack, _unpack):
             yield
     finally:
         _on_demand[:] = before
-        for handle in handles:
-            handle.remove()
 
 
 def group_of_call(models: list[LiveModel]) -> Any:
