@@ -1,7 +1,7 @@
 """The parameters of one model that are gathered now (``sharded_data_parallel_degree``).
 
 A model with at most ``sdp_max_live_parameters`` elements is gathered at the begin of a step, or
-of a call outside, and released by the next update.  A larger one is gathered *on demand*:
+of a call outside.  The next update releases it.  A larger one is gathered *on demand*:
 
 - a module's own parameters when it is called, others when an operator meets them;
 - in backward when autograd unpacks them: what a graph would save of a parameter is a note;
@@ -112,15 +112,23 @@ class LiveParameters:
         return owners.parts_of(parameter) or even_parts(parameter.numel())
 
     def _refuse_too_many(self) -> None:
-        rt = record_of(self._model).rt
+        """Alike on all ranks.
+
+        Raises:
+            NotImplementedError: a rank of a pipeline, or of a TP_GROUP, has too many to gather.
+        """
+        rt, parts = record_of(self._model).rt, record_of(self._model).parts
         if rt.pp_size == 1 and rt.tp_size == 1:
             return
-        most = sum(elements_alike(shard.parameter) for shard in self._shards)
-        if most > self._limit:
+        elements = [0] * rt.pp_size
+        for name, parameter in self._model.module.named_parameters():
+            if parameter.numel() >= owners.least_sharded():
+                elements[parts.owners[name] if parts else 0] += elements_alike(parameter)
+        if (most := max(elements)) > self._limit:
             raise NotImplementedError(
-                f"smp: sharded_data_parallel_degree: this rank has {most} elements in sharded "
-                f"parameters, more than sdp_max_live_parameters={self._limit}: to gather fewer "
-                "at a time is not built with pipeline or tensor parallelism; set "
+                f"smp: sharded_data_parallel_degree: pp_rank {elements.index(most)} has {most} "
+                f"elements, more than sdp_max_live_parameters={self._limit}: to gather fewer at "
+                "a time is not built with pipeline or tensor parallelism; set "
                 f"sdp_max_live_parameters to at least {most}"
             )
 
@@ -207,7 +215,7 @@ class LiveParameters:
 
     @among_slices
     def pack(self, tensor: Tensor) -> Any:
-        """What a graph saves of a tensor; NotImplemented: it is none of these parameters'."""
+        """The note of a graph on a tensor; NotImplemented: it is none of these parameters'."""
         memory = tensor.untyped_storage()._cdata
         shard = self._by_memory.get(memory)
         if shard is None or shard.parameter.untyped_storage()._cdata != memory:

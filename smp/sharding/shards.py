@@ -1,8 +1,8 @@
 """Sharded parameters: each rank of the RDP_GROUP has its own elements, and all of them in use.
 
 A parameter is *gathered* or *released*, on all ranks of the group alike.  A gathered one is as
-any other.  A released one has no memory but for this rank's elements; it stays the same object,
-and refuses operators by name, or is gathered for them (`serve`).
+any other.  A released one has no memory but for this rank's elements.  It stays the same
+object, and refuses operators by name, or is gathered for them (`serve`).
 
 The elements of a rank are those that it updates (`smp.sharding.owners`).  They are in one
 place: in the parameter's memory while it is gathered, else in `Shard.own`.
