@@ -127,8 +127,8 @@ class LiveParameters:
         if (most := max(elements)) > self._limit:
             raise NotImplementedError(
                 f"smp: sharded_data_parallel_degree: pp_rank {elements.index(most)} has {most} "
-                f"elements, more than sdp_max_live_parameters={self._limit}: to gather fewer at "
-                "a time is not built with pipeline or tensor parallelism; set "
+                f"elements, more than sdp_max_live_parameters={self._limit}: to gather fewer "
+                "at a time is not built with pipeline or tensor parallelism; set "
                 f"sdp_max_live_parameters to at least {most}"
             )
 
