@@ -152,6 +152,14 @@ class LiveParameters:
                 shards.release(shard)
         self._note_memory(self._shards)
 
+    def release_alike(self) -> None:
+        """After a failure, before which each rank may have gathered others."""
+        for shard in self._shards:
+            shard.last_use = 0
+            if not shard.is_released:
+                shards.release(shard)
+        self._note_memory(self._shards)
+
     def read(self, value: Any) -> Any:
         """A parameter's values, in host memory if they are many; another value is itself.
         Collective over the RDP_GROUP for a sharded parameter.
@@ -178,7 +186,9 @@ class LiveParameters:
             return
         self._make_room(sum(s.parameter.numel() for s in released), set(map(id, wanted)))
         try:
-            shards.gather(released)
+            shards.gather(released[:1])  # meets the one operation of a rank that has failed
+            if len(released) > 1:
+                shards.gather(released[1:])
         except Exception as error:
             step_end.hear(f"the gathering of '{released[0].name}'", error)
             raise
@@ -236,6 +246,7 @@ class LiveParameters:
         """No module has a call under way."""
         for shard in self._shards:
             shard.uses = 0
+        self._note_memory(self._shards)  # the script may have given a parameter other memory
 
 
 def _in_shared_memory(parameters: list[nn.Parameter], model: LiveModel) -> set[int]:
@@ -291,6 +302,10 @@ def _gathering(tight: list[LiveParameters]) -> Iterator[None]:
     try:
         with saved_tensors_hooks(_pack, _unpack):
             yield
+    except BaseException:
+        for live in tight:
+            live.release_alike()
+        raise
     finally:
         _on_demand[:] = before
         for handle in handles:

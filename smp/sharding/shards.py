@@ -186,6 +186,7 @@ def _refuse(shard: Shard, what: str) -> NoReturn:
 
 
 @among_slices
+@torch.inference_mode(False)
 @torch.no_grad()
 def release(shard: Shard) -> None:
     """Keep this rank's elements alone.  No rank waits for another.
@@ -202,8 +203,10 @@ def release(shard: Shard) -> None:
             shard._show(shard.own)
             del row  # a view of the memory
         _drop_memory(parameter)
-    changed = parameter._version + 1
-    torch._C._autograd._unsafe_set_version_counter((parameter,), (changed,))
+    made = _slices.get(id(parameter))
+    for changed in (parameter,) if made is None else (parameter, made):
+        version = changed._version + 1
+        torch._C._autograd._unsafe_set_version_counter((changed,), (version,))
     shard.is_released = True
     set_class(parameter, ReleasedParameter)
 
@@ -211,7 +214,8 @@ def release(shard: Shard) -> None:
 def _drop_memory(parameter: nn.Parameter) -> None:
     storage = parameter.untyped_storage()
     # References of the parameter, and of `storage`; more are of views, which keep the memory.
-    if torch._C._storage_Use_Count(storage._cdata) > 2 or not storage.resizable():
+    is_shared = torch._C._storage_Use_Count(storage._cdata) > 2
+    if is_shared or not storage.resizable() or storage.nbytes() != parameter.nbytes:
         parameter.data = torch.empty_like(parameter.data)
     parameter.untyped_storage().resize_(0)
 
