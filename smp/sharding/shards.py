@@ -22,6 +22,7 @@ from smp.marks import SHARD, set_class
 from smp.sharding.owners import Part, Parts, part_here
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
+from smp.tensor_parallel.backward import keys
 
 # Reads of a released parameter that need no values.
 _HARMLESS = frozenset({
@@ -49,6 +50,7 @@ class Shard:
         own: this rank's elements while the parameter is released; None: it keeps all of them,
             or has none.
         kind: the parameter's class while it is gathered.
+        key: of the gathering's collective.
         uses: modules with a call under way that have the parameter.
         last_use: a number that grows from use to use.
     """
@@ -57,6 +59,7 @@ class Shard:
         self.live = live
         self._parameter = weakref.ref(parameter)
         self.name = name
+        self.key = keys.of_parameter(name)
         self.parts = parts
         self.part: Part | None = part_here(parts)
         self.own: Tensor | None = None
@@ -250,17 +253,20 @@ def _begin_gather(shard: Shard) -> list[Any]:
     row, members = parameter.data, ranks.get_rdp_group()
     if not shard.keeps_all:
         parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-    if len(shard.parts) == 1:
-        source = members[shard.parts[0].owner]
-        return [dist.broadcast(row, source, group=group, async_op=True)]
     row = row.view(-1)
     counts = [0] * len(members)
     for owner, start, end in shard.parts:
         counts[owner] = end - start
     own = row[:0] if shard.own is None else shard.own
+    if shard.keeps_all:
+        own = row
     if isinstance(group, ProcessGroup) and row.is_cpu:
         alike = len(set(counts)) == 1
+        group.key = shard.key
         return [group.gather_rows(row, own, None if alike else counts, True)]
+    if len(shard.parts) == 1:
+        source = members[shard.parts[0].owner]
+        return [dist.broadcast(row, source, group=group, async_op=True)]
     if len(set(counts)) == 1:
         return [torch_versions.all_gather_single(row, own, group=group, async_op=True)]
     if shard.part is not None:
