@@ -28,7 +28,7 @@ from smp.pytorch import patches
 from smp.pytorch.compiled_code import not_traced
 from smp.sharding import owners, shards
 from smp.sharding.owners import even_parts
-from smp.sharding.shards import Shard, shard_of
+from smp.sharding.shards import Shard, is_released, shard_of
 from smp.slicing.slices import elements_alike
 from smp.slicing.split_parameters import among_slices, is_plain
 from smp.state_mod import state
@@ -90,6 +90,8 @@ class LiveParameters:
                 _have_own_memory(parameter)
                 shard = Shard(parameter, name, parts, self)
                 setattr(parameter, SHARD, shard)
+            elif shard is not None and (shard.keeps_all or not shard.is_released):
+                _have_own_memory(parameter)  # again, if the script has changed it
             if shard is not None:
                 found.append(shard)
         if found != self._shards:
@@ -161,6 +163,14 @@ class LiveParameters:
                 shards.release(shard)
         self._note_memory(self._shards)
 
+    def release_alike(self) -> None:
+        """After a failure, before which each rank may have gathered others."""
+        for shard in self._shards:
+            shard.last_use = 0
+            if not shard.is_released:
+                shards.release(shard)
+        self._note_memory(self._shards)
+
     def read(self, value: Any) -> Any:
         """A parameter's values, in host memory if they are many; another value is itself.
         Collective over the RDP_GROUP for a sharded parameter.
@@ -174,6 +184,8 @@ class LiveParameters:
 
     def keep_within_limit(self) -> None:
         """Release those beyond the limit."""
+        if self._shards:
+            self.prepare()  # the script may have made some share their memory
         self._make_room(0, set())
 
     @not_traced("the gathering of a sharded parameter")
@@ -187,9 +199,15 @@ class LiveParameters:
             return
         self._make_room(sum(s.parameter.numel() for s in released), set(map(id, wanted)))
         try:
-            shards.gather(released)
+            shards.gather(released[:1])  # meets the one operation of a rank that has failed
+            if len(released) > 1:
+                shards.gather(released[1:])
         except Exception as error:
-            step_end.hear(f"the gathering of '{released[0].name}'", error)
+            step_end.hear(f"the gathering of '{released[0].name}'", error, "RDP_GROUP")
+            error.add_note(
+                f"smp: the gathering of parameter '{released[0].name}' is a call of all ranks "
+                "of the RDP_GROUP; so are model.state_dict() and calls of the model"
+            )
             raise
 
     @among_slices
@@ -245,15 +263,34 @@ class LiveParameters:
         """No module has a call under way."""
         for shard in self._shards:
             shard.uses = 0
+        self._note_memory(self._shards)  # the script may have given a parameter other memory
 
 
+@among_slices
 def _in_shared_memory(parameters: list[nn.Parameter], model: LiveModel) -> set[int]:
-    """The ids of parameters that share their memory with another parameter or buffer."""
-    by_memory: dict[int, list[int]] = {}
+    """The ids of parameters that share their memory with another parameter or buffer.
+
+    Parameters that are sharded already are so by the script, if elements are those of another.
+    """
+    by_memory: dict[int, list[Tensor]] = {}
     for tensor in (*parameters, *model.local_buffers()):
-        if not tensor.is_meta and tensor.layout is torch.strided and shard_of(tensor) is None:
-            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(id(tensor))
-    return {one for some in by_memory.values() if len(some) > 1 for one in some}
+        is_here = not tensor.is_meta and tensor.layout is torch.strided
+        if is_here and not is_released(tensor):  # alike on all ranks
+            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    shared = set()
+    for some in by_memory.values():
+        if len(some) > 1:
+            shared.update(id(t) for t in some if shard_of(t) is None or _overlaps(t, some))
+    return shared
+
+
+def _overlaps(tensor: Tensor, others: list[Tensor]) -> bool:
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return any(
+        start < other.data_ptr() + other.nbytes and other.data_ptr() < end
+        for other in others
+        if other is not tensor
+    )
 
 
 @among_slices
@@ -297,6 +334,10 @@ def _gathering(tight: list[LiveParameters]) -> Iterator[None]:
         calls = patches.gathered_calls.in_block(_will_call, _has_called)
         with calls, saved_tensors_hooks(_pack, _unpack):
             yield
+    except BaseException:
+        for live in tight:
+            live.release_alike()
+        raise
     finally:
         _on_demand[:] = before
 

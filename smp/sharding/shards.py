@@ -22,6 +22,7 @@ from smp.marks import SHARD, set_class
 from smp.sharding.owners import Part, Parts, part_here
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
+from smp.tensor_parallel.backward import keys
 
 _GRAD: Any = Tensor.grad  # the attribute of torch's own
 
@@ -53,6 +54,7 @@ class Shard:
         kind: the parameter's class while it is gathered, and has no averages of this rank's.
         gradient: the averages for this rank's elements, which it updates; None: there are none,
             or ``.grad`` has them.
+        key: of the gathering's collective.
         uses: modules with a call under way that have the parameter.
         last_use: a number that grows from use to use.
     """
@@ -61,6 +63,7 @@ class Shard:
         self.live = live
         self._parameter = weakref.ref(parameter)
         self.name = name
+        self.key = keys.of_parameter(name)
         self.parts = parts
         self.part: Part | None = part_here(parts)
         self.own: Tensor | None = None
@@ -248,6 +251,7 @@ def _refuse(shard: Shard, what: str) -> NoReturn:
 
 
 @among_slices
+@torch.inference_mode(False)
 @torch.no_grad()
 def release(shard: Shard) -> None:
     """Keep this rank's elements alone.  No rank waits for another.
@@ -264,8 +268,10 @@ def release(shard: Shard) -> None:
             shard._show(shard.own)
             del row  # a view of the memory
         _drop_memory(parameter)
-    changed = parameter._version + 1
-    torch._C._autograd._unsafe_set_version_counter((parameter,), (changed,))
+    made = _slices.get(id(parameter))
+    for changed in (parameter,) if made is None else (parameter, made):
+        version = changed._version + 1
+        torch._C._autograd._unsafe_set_version_counter((changed,), (version,))
     shard.is_released = True
     shard.dress()
 
@@ -273,7 +279,8 @@ def release(shard: Shard) -> None:
 def _drop_memory(parameter: nn.Parameter) -> None:
     storage = parameter.untyped_storage()
     # References of the parameter, and of `storage`; more are of views, which keep the memory.
-    if torch._C._storage_Use_Count(storage._cdata) > 2 or not storage.resizable():
+    is_shared = torch._C._storage_Use_Count(storage._cdata) > 2
+    if is_shared or not storage.resizable() or storage.nbytes() != parameter.nbytes:
         parameter.data = torch.empty_like(parameter.data)
     parameter.untyped_storage().resize_(0)
 
@@ -308,17 +315,20 @@ def _begin_gather(shard: Shard) -> list[Any]:
     row, members = parameter.data, ranks.get_rdp_group()
     if not shard.keeps_all:
         parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
-    if len(shard.parts) == 1:
-        source = members[shard.parts[0].owner]
-        return [dist.broadcast(row, source, group=group, async_op=True)]
     row = row.view(-1)
     counts = [0] * len(members)
     for owner, start, end in shard.parts:
         counts[owner] = end - start
     own = row[:0] if shard.own is None else shard.own
+    if shard.keeps_all:
+        own = row
     if isinstance(group, ProcessGroup) and row.is_cpu:
         alike = len(set(counts)) == 1
+        group.key = shard.key
         return [group.gather_rows(row, own, None if alike else counts, True)]
+    if len(shard.parts) == 1:
+        source = members[shard.parts[0].owner]
+        return [dist.broadcast(row, source, group=group, async_op=True)]
     if len(set(counts)) == 1:
         return [torch_versions.all_gather_single(row, own, group=group, async_op=True)]
     if shard.part is not None:
