@@ -102,9 +102,7 @@ class Reduction:
         self._apart: dict[Tensor, Tensor] = {}
         self._results: dict[Tensor, Tensor] = {}  # of parameters without a gradient here
         self._without: set[Tensor] = set()  # had no gradient when they were sent
-        self._given_away: set[Tensor] = (
-            set()
-        )  # their gradients went into a bucket
+        self._given_away: set[Tensor] = set()  # their gradients went into a bucket
         self._averages: dict[Tensor, Tensor] = {}  # for this rank's elements alone
         self._own_sums: dict[int, Tensor] = {}  # by place of a bucket that scatters
         self._taken_in: set[int] = set()

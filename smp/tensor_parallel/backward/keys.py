@@ -21,6 +21,7 @@ _A_PHASE = 0x9E377
 _A_COLLECTIVE = 331
 
 _numbers: dict[str, int] = {}  # of paths in use
+_words: dict[int, str] = {}  # of operations that are no module's, by key
 
 
 def of_collective(path: str, phase: int, call: int, collective: int) -> int:
@@ -37,6 +38,18 @@ def of_collective(path: str, phase: int, call: int, collective: int) -> int:
         number = _numbers[path] = _number_of(path)
     of_module = (number + phase * _A_PHASE) % _MODULES
     return of_module * _CALLS + (call + collective * _A_COLLECTIVE) % _CALLS
+
+
+def of_words(words: str) -> int:
+    """The key of an operation that is no module's; the same in every process.
+
+    Args:
+        words: for it, in errors.
+    """
+    digest = hashlib.blake2b(words.encode(), digest_size=4).digest()
+    key = int.from_bytes(digest, "little") or 1
+    _words[key] = words
+    return key
 
 
 def _number_of(path: str) -> int:
@@ -63,6 +76,8 @@ def explained(error: BaseException) -> str:
 
 
 def _in_words(paths: set[str], key: int) -> str:
+    if key in _words:
+        return f" for {_words[key]}"
     of_module = key // _CALLS
     named = sorted(
         f"module '{path}' ({_core.phases[phase]})"

@@ -84,7 +84,7 @@ def hear(where: str, error: Exception) -> None:
     met, advice = "had failed, or that ran other modules", ""
     if keys.tell_unlike(error):
         met = "ran other modules, or in another order"
-        advice = "; which run, and in which order, must be alike on all ranks of a TP_GROUP"
+        advice = "; which run, and in which order, must be alike on all ranks of the group"
     raise PeerFailed(
         f"smp: {where}: this rank met another rank of its group that {met}: "
         f"{keys.explained(error)}{advice}"
