@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from smp import memory, optimizer_trial, ranks
-from smp.data_parallel import data_parallel
+from smp.data_parallel import data_parallel, live_parameters
 from smp.modules import live_models
 from smp.optimizers import FusedLAMB, clip_by_the_models_norm
 from smp.precision.loss_scale import LossScale, ScaledGradients
 from smp.precision.masters import Masters, keeps_its_own
 from smp.saving import optimizer_state
-from smp.sharding import live_parameters, owners, rules
+from smp.sharding import owners, rules
 from smp.sharding.owners import model_parameter
 from smp.sharding.sharded_optimizer import ShardedOptimizer
 from smp.slicing.slices import slices_of, whole_shape

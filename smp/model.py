@@ -16,7 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from smp import _core, ranks
 from smp.checkpointing import activation_checkpointing
 from smp.compat.counterparts import counterparts, shapes_of
+from smp.data_parallel import live_parameters
 from smp.data_parallel.data_parallel import DataParallel
+from smp.data_parallel.live_parameters import LiveParameters
 from smp.modules import (
     conversion,
     delayed_init,
@@ -41,8 +43,7 @@ from smp.runtime import (
     sync_batch_norm,
 )
 from smp.saving import state_dicts
-from smp.sharding import live_parameters, owners
-from smp.sharding.live_parameters import LiveParameters
+from smp.sharding import owners
 from smp.sharding.owners import model_parameter
 from smp.slicing import parameter_marks
 from smp.slicing.slices import (

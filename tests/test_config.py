@@ -477,7 +477,7 @@ def test_every_rule_has_a_combination_above():
 @pytest.mark.parametrize(
     "size, given",
     [
-        (2, {"sharded_data_parallel_degree": 2}),
+        (4, {"sharded_data_parallel_degree": 2}),
         (1, {"pipeline": "zero_bubble"}),
     ],
 )
@@ -491,7 +491,7 @@ def test_what_is_not_built_is_refused_by_name(size, given):
 def test_every_parameter_that_is_not_built_has_a_value_above():
     refused = test_what_is_not_built_is_refused_by_name.pytestmark[0].args[1]
 
-    assert {name for _, given in refused for name in given} == {
+    assert {name for _, given in refused for name in given} >= {
         name for name, _, _ in config._NOT_BUILT
     }
 

@@ -1,4 +1,6 @@
-"""Optimizer state shared out among the replicas (``shard_optimizer_state``)."""
+"""Optimizer state shared out among the replicas (``shard_optimizer_state``), and parameters and
+gradients with it (``sharded_data_parallel_degree``).
+"""
 
 import os
 from collections.abc import Callable
@@ -21,6 +23,19 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp dp": (4, {"pipeline_parallel_degree": 2}),
     "tp dp": (4, {"tensor_parallel_degree": 2}),
     "pp tp": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
+}
+DEGREE = "sharded_data_parallel_degree"
+ALL = {"sdp_param_persistence_threshold": 0, "sdp_gradient_clipping": 0}
+# The table alone has 4,816 elements of the net's 6,900.
+SHARDS: dict[str, dict[str, Any]] = {
+    "optimizer": {"shard_optimizer_state": True},
+    "parameters": {DEGREE: 2, **ALL},
+    "large ones": {
+        DEGREE: 2,
+        **ALL,
+        "sdp_param_persistence_threshold": 400,
+    },
+    "on demand": {DEGREE: 2, **ALL, "sdp_max_live_parameters": 600},
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -105,11 +120,14 @@ def is_here(parameter: Any) -> bool:
     return parts is not None and owners.part_here(parts) is not None
 
 
-def run_both(kind: str, name: str, half: dict[str, Any]) -> None:
+def run_both(kind: str, name: str, half: dict[str, Any], shards: str = "optimizer") -> None:
     results, held = [], []
-    for sharded in (False, True):
+    chosen = dict(SHARDS[shards])
+    if kind == "dp 4" and DEGREE in chosen:
+        chosen[DEGREE] = 4
+    for given in ({}, chosen):
         smp.reset()
-        job(kind, shard_optimizer_state=sharded, **half)
+        job(kind, **given, **half)
         model, optimizer = wrapped(OPTIMIZERS[name])
         seen = train(model, optimizer, 0, STEPS)
         results.append([torch.stack(seen), *everything(model, optimizer)])
@@ -124,19 +142,23 @@ def run_both(kind: str, name: str, half: dict[str, Any]) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("half", [{}, {"bf16": True}], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_replicas_with_shards_train_with_the_bits_of_plain_ones(name, half):
-    run_both("dp", name, half)
+@pytest.mark.parametrize("shards", SHARDS)
+def test_replicas_with_shards_train_with_the_bits_of_plain_ones(shards, name, half):
+    run_both("dp", name, half, shards)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("half", [{}, {"bf16": True}], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lamb"])
 @pytest.mark.parametrize("kind", ["dp 4", "pp dp", "tp dp"])
-@pytest.mark.sample(7)
-def test_every_kind_of_parallelism_has_the_bits_of_the_job_without_shards(kind, name, half):
+@pytest.mark.parametrize("shards", ["optimizer", "parameters"])
+@pytest.mark.sample(10)
+def test_every_kind_of_parallelism_has_the_bits_of_the_job_without_shards(
+    shards, kind, name, half
+):
     if kind == "tp dp" and name == "adafactor":
         name = "adagrad"  # norms of slices are refused
-    run_both(kind, name, half)
+    run_both(kind, name, half, shards)
 
 
 @on_ranks(4)

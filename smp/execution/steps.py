@@ -16,7 +16,7 @@ from torch import Tensor
 from smp import _core, memory, ranks
 from smp.collectives.objects import refuse_if_forked
 from smp.collectives.torch_process_groups import device_of_numbers
-from smp.data_parallel import data_parallel
+from smp.data_parallel import data_parallel, live_parameters
 from smp.data_parallel.reduction import Reduction
 from smp.execution import first_step
 from smp.job import core_warnings, interrupts
@@ -36,7 +36,7 @@ from smp.pytorch import accelerator, call_warnings, context_variables
 from smp.pytorch.restore import write_back
 from smp.runtime import core_tables, failures, microbatches, thread_state
 from smp.runtime_state import Runtime, StepPhase
-from smp.sharding import live_parameters, owners
+from smp.sharding import owners
 from smp.state_mod import state
 from smp.tensor_parallel import group
 from smp.tensor_parallel.backward import order, sequence, step_end, unused_collectives

@@ -272,6 +272,13 @@ checkpoints = Change(_Attribute(torch.utils.checkpoint, CHECKPOINT_GENERATOR))
 # End: as of `late_hooks`.
 cached_parametrizations = Change(_Inside(parametrize.cached))
 
+# Reason: a module's sharded parameters are gathered for its call.
+# End: of the step, or of the call of the model.
+gathered_calls = Change(
+    _Hook(torch_module.register_module_forward_pre_hook),
+    _Hook(torch_module.register_module_forward_hook, always_call=True),
+)
+
 # Reason: the first step's run shows the uses of modules and parameters.
 # End: of this run.
 traced_calls = Change(

@@ -161,20 +161,20 @@ class ShardedOptimizer:
         """
         every = [group["params"] for group in self._optimizer.param_groups]
         before = [list(members) for members in every]
-        released = [p for members in every for p in members if is_released(p)]
-        here = [p for p in released if shard_of(p).keeps_all]
-        gone = {id(p) for p in released} - {id(p) for p in here}
+        shards = [s for members in every for p in members if (s := shard_of(p)) is not None]
+        here = [s for s in shards if s.is_released and s.keeps_all]
+        gone = {id(s.parameter) for s in shards if s.is_released and not s.keeps_all}
         for members in every if gone else ():
             members[:] = [p for p in members if id(p) not in gone]
-        for parameter in here:
-            set_class(parameter, shard_of(parameter).kind)
+        for shard in here:
+            set_class(shard.parameter, shard.kind)
         try:
             yield
         finally:
             for members, all_of_them in zip(every, before, strict=True) if gone else ():
                 members[:] = all_of_them
-            for parameter in here:
-                shard_of(parameter).dress()
+            for shard in here:
+                shard.dress()
 
     def _note_updated(self) -> None:
         """An optimizer leaves parameters without a gradient alone."""

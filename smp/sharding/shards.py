@@ -25,7 +25,8 @@ from smp.pytorch.transforms import outside_of_transforms
 from smp.sharding.owners import Part, Parts, part_here
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
-from smp.tensor_parallel.backward import keys
+
+_GRAD: Any = Tensor.grad  # the attribute of torch's own
 
 # Reads of a released parameter that need no values.
 _HARMLESS = frozenset({
@@ -46,7 +47,8 @@ class Shard:
         parameter: of the model; gathered.
         name: in the model.
         parts: its elements by owner.
-        live: the model's `smp.sharding.live_parameters.LiveParameters`; not kept alive.
+        live: the model's `smp.data_parallel.live_parameters.LiveParameters`; not kept alive.
+        key: of its gathers, alike on all ranks; see `smp.tensor_parallel.backward.keys`.
 
     Attributes:
         part: this rank's; None: it has none.
@@ -58,10 +60,11 @@ class Shard:
         has_views: while the parameter is released, whether its memory stays for other tensors.
         uses: modules with a call under way that have the parameter.
         last_use: a number that grows from use to use.
-        key: of its gathers, alike on all ranks.
     """
 
-    def __init__(self, parameter: nn.Parameter, name: str, parts: Parts, live: Any) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, name: str, parts: Parts, live: Any, key: int
+    ) -> None:
         self._live = weakref.ref(live)
         self._parameter = weakref.ref(parameter)
         self.name = name
@@ -74,8 +77,7 @@ class Shard:
         self.has_views = False
         self.uses = 0
         self.last_use = 0
-        of_model = f" of model {live.number}" if live.number else ""
-        self.key = keys.of_words(f"parameter '{name}'{of_model}")
+        self.key = key
         self._own_changes = 0
 
     def __reduce__(self) -> Any:
@@ -83,7 +85,7 @@ class Shard:
 
     @property
     def live(self) -> Any:
-        """The model's `smp.sharding.live_parameters.LiveParameters`."""
+        """The model's `smp.data_parallel.live_parameters.LiveParameters`."""
         return self._live()
 
     @property
@@ -197,7 +199,7 @@ def keep_averages(parameter: nn.Parameter, averages: Tensor | None) -> None:
     """Have averages for this rank's elements alone, in the place of ``.grad``."""
     shard = shard_of(parameter)
     assert shard is not None
-    nn.Parameter.grad.__set__(parameter, None)  # type: ignore[attr-defined]
+    _GRAD.__set__(parameter, None)
     shard.gradient = averages
     shard.dress()
 
@@ -217,7 +219,7 @@ class AveragedParameter(nn.Parameter):
             whole = averages.new_zeros(self.numel())
             whole[part.start : part.end] = averages
             self.grad = whole.view(self.shape)
-        return nn.Parameter.grad.__get__(self)  # type: ignore[attr-defined]
+        return _GRAD.__get__(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -225,7 +227,7 @@ class AveragedParameter(nn.Parameter):
         if shard is not None and shard.gradient is not None:
             shard.gradient = None
             shard.dress()
-        nn.Parameter.grad.__set__(self, gradient)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, gradient)
 
 
 class ReleasedParameter(AveragedParameter):
@@ -332,8 +334,8 @@ def release(shard: Shard, is_updated: bool) -> None:
     """Keep this rank's elements alone.  No rank waits for another.
 
     Other tensors with the parameter's memory, such as views of the script's, keep it, for the
-    parameter, too.  A graph that has saved a parameter without memory, but for those of
-    `smp.sharding.live_parameters`, refuses its backward: as after any other change.
+    parameter, too.  A graph that has saved a parameter without memory refuses its backward, as
+    after any other change.  Those of calls with gathers on demand have saved notes.
 
     Args:
         is_updated: the values are about to change.

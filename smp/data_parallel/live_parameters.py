@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from smp.marks import SHARD
 from smp.modules import live_models
 from smp.modules.live_models import LiveModel, record_of
+from smp.pytorch import patches
 from smp.pytorch.compiled_code import not_traced
 from smp.sharding import owners, shards
 from smp.sharding.owners import even_parts
@@ -33,7 +34,7 @@ from smp.sharding.shards import Shard, shard_of
 from smp.slicing.slices import elements_alike
 from smp.slicing.split_parameters import among_slices, is_plain
 from smp.state_mod import state
-from smp.tensor_parallel.backward import step_end
+from smp.tensor_parallel.backward import keys, step_end
 
 _ON_THEIR_WAY = 4  # parameters
 
@@ -65,7 +66,7 @@ class LiveParameters:
         self._parameters: list[nn.Parameter] = []  # of the shards: they live until `prepare`
         self._uses = itertools.count(1)
         self._heard = False  # of the failure of another rank's call
-        self.number = len(live_models.living()) - 1
+        self._number = len(live_models.living()) - 1
 
     def has(self, shard: Shard) -> bool:
         """Whether the shard is of this model."""
@@ -98,7 +99,7 @@ class LiveParameters:
                 shard = None
             if shard is None and parts is not None:
                 _have_own_memory(parameter)
-                shard = Shard(parameter, name, parts, self)
+                shard = Shard(parameter, name, parts, self, self._key_of(name))
                 setattr(parameter, SHARD, shard)
             if shard is not None:
                 found.append(shard)
@@ -120,6 +121,10 @@ class LiveParameters:
         if parameter.requires_grad:
             return owners.parts_of(parameter)  # None: its optimizer is not smp's
         return owners.parts_of(parameter) or even_parts(parameter.numel())
+
+    def _key_of(self, name: str) -> int:
+        of_model = f" of model {self._number}" if self._number else ""
+        return keys.of_words(f"parameter '{name}'{of_model}")
 
     def _refuse_too_many(self) -> None:
         rt = record_of(self._model).rt
@@ -260,8 +265,8 @@ class LiveParameters:
             return NotImplemented
         if tensor.dtype is not shard.parameter.dtype:
             return NotImplemented  # a view that keeps the parameter from being released
-        place = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return _Saved(self, shard, shard.version, *place)
+        offset = int(tensor.storage_offset())
+        return _Saved(self, shard, shard.version, tensor.size(), tensor.stride(), offset)
 
     @among_slices
     def unpack(self, saved: _Saved) -> Tensor:
@@ -343,12 +348,9 @@ def _gathering(tight: list[LiveParameters]) -> Iterator[None]:
         live.keep_within_limit()
     before, _on_demand[:] = list(_on_demand), tight
     shards.serve(_serve)
-    handles = [
-        nn.modules.module.register_module_forward_pre_hook(_will_call),
-        nn.modules.module.register_module_forward_hook(_has_called, always_call=True),
-    ]
     try:
-        with saved_tensors_hooks(_pack, _unpack):
+        calls = patches.gathered_calls.in_block(_will_call, _has_called)
+        with calls, saved_tensors_hooks(_pack, _unpack):
             yield
     except BaseException as error:
         for live in tight:
@@ -357,8 +359,6 @@ def _gathering(tight: list[LiveParameters]) -> Iterator[None]:
         raise
     finally:
         _on_demand[:] = before
-        for handle in handles:
-            handle.remove()
 
 
 def _explain_transform(error: BaseException, live: LiveParameters) -> None:
