@@ -295,7 +295,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             data_parallel.assign_owners()
             sharded.take_share()
             self.masters.make()
-            live_parameters.release_all()
+            live_parameters.release_for_update(sharded.has)
         if self._overflows():  # collective, also after a failure
             sharded.end_step(failure.error)
             return None

@@ -55,7 +55,7 @@ from smp.slicing.slices import (
 )
 from smp.state_mod import state
 from smp.tensor_parallel import group
-from smp.tensor_parallel.backward import gradients
+from smp.tensor_parallel.backward import gradients, step_end
 from smp.tensor_parallel.rows import random_streams
 from smp.tensor_parallel.script_uses import gathers_of
 from smp.tensor_parallel.splits import in_place, marking, replaced_parameters
@@ -240,7 +240,10 @@ class DistributedModel(live_models.LiveModel):
             )
         if replicas is not None and rt.pp_size == 1 and not rt.step.is_under_way:
             replicas.assign_owners()
-            with live_parameters.in_use([self]):
+            with (
+                live_parameters.in_use([self]),
+                step_end.together(live_parameters.group_of_call([self])),
+            ):
                 return replicas.forward_outside_step(lambda: self._smp_call(*args, **kwargs))
         return self._smp_call(*args, **kwargs)
 

@@ -129,6 +129,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     ),
     "torch._C._dynamo": ("eval_frame",),
     "torch._dynamo.OptimizedModule": ("_initialize",),
+    "torch._functorch.pyfunctorch": ("temporarily_clear_interpreter_stack",),
     "torch._C._functorch": ("is_functorch_wrapped_tensor", "peek_interpreter_stack"),
     "torch.Tensor": (
         "__dlpack_c_exchange_api__",

@@ -223,6 +223,7 @@ class ProcessGroup(dist.ProcessGroup):
         is_async: bool,
         assumed: int = 0,
         out_rows: int = 0,
+        results: Sequence[Tensor] | None = None,
     ) -> dist.Work:
         """The members' elements in a row; tensors of the host, contiguous.
 
@@ -233,6 +234,7 @@ class ProcessGroup(dist.ProcessGroup):
                 columns of it (`moves_columns`); 0: they are in one piece.
             assumed: if the members may take the counts to be others, this one's assumption, by
                 its hash; 0: they are known.
+            results: of the work, which may keep small ones for a while; None: the output.
 
         Raises:
             dist.DistBackendError: of status SMP_ERR_SIZES where all assume counts, but
@@ -246,6 +248,7 @@ class ProcessGroup(dist.ProcessGroup):
             opts,
             counts=(counts, None),
             assumed=assumed,
+            results=results,
             rows=(0, out_rows),
         )
 

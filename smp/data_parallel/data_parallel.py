@@ -35,6 +35,7 @@ from smp.precision import masters
 from smp.ranks import CommGroup
 from smp.runtime import microbatches
 from smp.sharding import owners
+from smp.sharding.shards import may_keep_averages
 from smp.slicing.parameter_marks import attach_hooks
 from smp.slicing.slices import is_scaled_batch
 from smp.slicing.split_parameters import among_slices
@@ -87,7 +88,7 @@ class DataParallel:
         # at the same place of the script.
         self._model: LiveModel = weakref.proxy(model)  # type: ignore[assignment]
         self.replicas = Replicas()
-        self.overlaps = overlapping_allreduce and not gradient_as_bucket_view
+        self._overlaps = overlapping_allreduce and not gradient_as_bucket_view
         self.broadcasts_buffers = broadcast_buffers
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.hook: CommHook | None = None
@@ -112,6 +113,16 @@ class DataParallel:
         self._bucket_of: dict[int, Bucket] = {}
         self._grad_hooks: list[Any] = []
         self._last_active: int | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether to send gradients while backward still runs.
+
+        Sparse ones wait for all replicas, and so does a gather of parameters in backward.
+        """
+        live = record_of(self._model).live_parameters
+        waits = live is not None and live.is_tight and any(b.sparse for b in self._buckets)
+        return self._overlaps and not waits
 
     # ---------------------------------------------------------------- the exchange
 
@@ -169,7 +180,10 @@ class DataParallel:
         parameters, self._names = [p for _, p in named], [n for n, _ in named]
         # A conversion may exchange the tensor behind a parameter, and the hooks with it.
         now = [
-            (id(p), p._cdata, p.dtype, gradient_dtype(p), p.device, owners.parts_of(p))
+            (
+                *(id(p), p._cdata, p.dtype, gradient_dtype(p), p.device),
+                *(owners.parts_of(p), may_keep_averages(p)),
+            )
             for p in parameters
         ]
         if now == self._built_for:
@@ -315,6 +329,8 @@ class DataParallel:
         """
         reduction = self.reduction
         if reduction is not None and reduction.finishes_with_backward and not inside:
+            if (live := record_of(self._model).live_parameters) is not None:
+                live.tell_of_failure()
             finish(
                 reduction,
                 RuntimeError(

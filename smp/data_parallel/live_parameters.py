@@ -6,18 +6,20 @@ of a call outside.  The next update releases it.  A larger one is gathered *on d
 - a module's own parameters when it is called, others when an operator meets them;
 - in backward when autograd unpacks them: what a graph would save of a parameter is a note;
 - the parameters used least recently are released for others, but for those of modules with a
-  call under way.  A view, such as an operator's under way, keeps the memory that it has.
+  call under way.  A view, such as an operator's under way, keeps the memory, for the parameter,
+  too; an update is followed by a gather into it.
 
 Parameters below ``sdp_param_persistence_threshold`` elements are never released.
 """
 
 import itertools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -32,7 +34,7 @@ from smp.sharding.shards import Shard, is_released, shard_of
 from smp.slicing.slices import elements_alike
 from smp.slicing.split_parameters import among_slices, is_plain
 from smp.state_mod import state
-from smp.tensor_parallel.backward import step_end
+from smp.tensor_parallel.backward import keys, step_end
 
 _ON_THEIR_WAY = 4  # parameters
 
@@ -42,7 +44,7 @@ class _Saved(NamedTuple):
 
     live: "LiveParameters"
     shard: Shard
-    updates: int
+    version: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -61,17 +63,24 @@ class LiveParameters:
         self._limit = cfg.sdp_max_live_parameters
         self._shards: list[Shard] = []
         self._by_memory: dict[int, Shard] = {}  # by the number of the storage
+        self._parameters: list[nn.Parameter] = []  # of the shards: they live until `prepare`
         self._uses = itertools.count(1)
-        self.updates = 0
+        self._heard = False  # of the failure of another rank's call
+        self._number = len(live_models.living()) - 1
 
     def has(self, shard: Shard) -> bool:
         """Whether the shard is of this model."""
         return shard.live is self
 
     @property
+    def elements(self) -> int:
+        """Those of all sharded parameters."""
+        return sum(shard.parameter.numel() for shard in self._shards)
+
+    @property
     def is_tight(self) -> bool:
         """Whether the parameters are more than those to be gathered at once."""
-        return sum(shard.parameter.numel() for shard in self._shards) > self._limit
+        return self.elements > self._limit
 
     # ------------------------------------------------------------------ what is sharded
 
@@ -81,21 +90,23 @@ class LiveParameters:
         named = list(self._model.local_named_parameters())
         shared = _in_shared_memory([p for _, p in named], self._model)
         for name, parameter in named:
-            parts = self._parts_of(parameter, shared)
             shard = shard_of(parameter)
+            if shard is not None:
+                _refuse_other_layout(shard)
+            parts = self._parts_of(parameter, shared)
             if shard is not None and shard.parts != parts:
                 self._unshard(shard)
                 shard = None
             if shard is None and parts is not None:
                 _have_own_memory(parameter)
-                shard = Shard(parameter, name, parts, self)
+                shard = Shard(parameter, name, parts, self, self._key_of(name))
                 setattr(parameter, SHARD, shard)
             elif shard is not None and (shard.keeps_all or not shard.is_released):
                 _have_own_memory(parameter)  # again, if the script has changed it
             if shard is not None:
                 found.append(shard)
         if found != self._shards:
-            self._shards = found
+            self._shards, self._parameters = found, [shard.parameter for shard in found]
             self._refuse_too_many()
             self._note_memory(found)
 
@@ -112,6 +123,10 @@ class LiveParameters:
         if parameter.requires_grad:
             return owners.parts_of(parameter)  # None: its optimizer is not smp's
         return owners.parts_of(parameter) or even_parts(parameter.numel())
+
+    def _key_of(self, name: str) -> int:
+        of_model = f" of model {self._number}" if self._number else ""
+        return keys.of_words(f"parameter '{name}'{of_model}")
 
     def _refuse_too_many(self) -> None:
         """Alike on all ranks.
@@ -144,7 +159,7 @@ class LiveParameters:
         self.gather_all()
         for shard in self._shards:
             self._unshard(shard)
-        self._shards = []
+        self._shards, self._parameters = [], []
 
     # --------------------------------------------------------------- gathered, released
 
@@ -155,12 +170,35 @@ class LiveParameters:
             shards.gather(released[:_ON_THEIR_WAY])
             del released[:_ON_THEIR_WAY]
 
-    def release_all(self) -> None:
-        """Keep each rank's own elements alone: the parameters are about to change."""
-        self.updates += 1
+    def release_for_update(self, is_updated: Callable[[Tensor], bool]) -> None:
+        """Keep each rank's own elements alone of parameters that are about to change.
+
+        Those that no optimizer updates go with them, unless others keep their values.
+
+        Args:
+            is_updated: whether the optimizer has the parameter.
+        """
+        trained = [s for s in self._shards if owners.parts_of(s.parameter) is not None]
+        changing = {id(shard) for shard in trained if is_updated(shard.parameter)}
+        if not changing:
+            return
+        frozen_go = len(changing) == len(trained)
         for shard in self._shards:
-            if not shard.is_released:
-                shards.release(shard)
+            if id(shard) in changing or (frozen_go and not shard.is_released):
+                self._release(shard, id(shard) in changing)
+        self._note_memory(self._shards)
+
+    def _release(self, shard: Shard, is_updated: bool) -> None:
+        if not shard.is_released:
+            shards.release(shard, is_updated)
+        elif is_updated:
+            shard.has_changed(values=True)
+
+    def release_all(self) -> None:
+        """Keep each rank's own elements alone; the values stay."""
+        for shard in self._shards:
+            shard.last_use = 0  # after a failure each rank has used others
+            self._release(shard, is_updated=False)
         self._note_memory(self._shards)
 
     def release_alike(self) -> None:
@@ -198,29 +236,35 @@ class LiveParameters:
         if not released:
             return
         self._make_room(sum(s.parameter.numel() for s in released), set(map(id, wanted)))
-        try:
-            shards.gather(released[:1])  # meets the one operation of a rank that has failed
-            if len(released) > 1:
-                shards.gather(released[1:])
-        except Exception as error:
-            step_end.hear(f"the gathering of '{released[0].name}'", error, "RDP_GROUP")
-            error.add_note(
-                f"smp: the gathering of parameter '{released[0].name}' is a call of all ranks "
-                "of the RDP_GROUP; so are model.state_dict() and calls of the model"
-            )
-            raise
+        for shard in released:  # one by one: a failed rank's word is in the place of one
+            try:
+                shards.gather([shard])
+                self._heard = False
+            except Exception as error:
+                self._heard = True
+                step_end.hear(f"the gathering of '{shard.name}'", error)
+                raise
+
+    def tell_of_failure(self) -> None:
+        """A backward outside of a step has failed on this rank; others may wait in theirs."""
+        if self.is_tight and not self._heard:
+            with suppress(Exception):  # this call fails where the others gather
+                dist.barrier(shards.group_of_gathers())
+        self._heard = False
 
     @among_slices
     def _make_room(self, elements: int, wanted: set[int]) -> None:
         live = [shard for shard in self._shards if not shard.is_released]
         held = elements + sum(shard.parameter.numel() for shard in live)
+        for shard in self._shards:
+            shards.drop_memory(shard)
         for shard in sorted(live, key=lambda shard: shard.last_use):
             if held <= self._limit:
                 break
             # Alike on all ranks, so whatever views of it a script has here.
             if shard.uses > 0 or id(shard) in wanted:
                 continue
-            shards.release(shard)
+            shards.release(shard, is_updated=False)
             self._note_memory([shard])
             held -= shard.parameter.numel()
 
@@ -234,6 +278,8 @@ class LiveParameters:
     @among_slices
     def pack(self, tensor: Tensor) -> Any:
         """The note of a graph on a tensor; NotImplemented: it is none of these parameters'."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return NotImplemented
         memory = tensor.untyped_storage()._cdata
         shard = self._by_memory.get(memory)
         if shard is None or shard.parameter.untyped_storage()._cdata != memory:
@@ -241,20 +287,20 @@ class LiveParameters:
         if tensor.dtype is not shard.parameter.dtype:
             return NotImplemented  # a view that keeps the parameter from being released
         offset = int(tensor.storage_offset())
-        return _Saved(self, shard, self.updates, tensor.size(), tensor.stride(), offset)
+        return _Saved(self, shard, shard.version, tensor.size(), tensor.stride(), offset)
 
     @among_slices
     def unpack(self, saved: _Saved) -> Tensor:
         """The tensor.
 
         Raises:
-            RuntimeError: the parameter was updated meanwhile.
+            RuntimeError: the parameter has changed meanwhile.
         """
-        if saved.updates != self.updates:
+        if saved.version != saved.shard.version:
             raise RuntimeError(
-                f"smp: parameter '{saved.shard.name}' was changed by optimizer.step() since "
-                "the forward, and this backward needs its value from then: call backward "
-                "before optimizer.step()"
+                f"smp: parameter '{saved.shard.name}' was changed by optimizer.step(), or in "
+                "place by the script, since the forward, and this backward needs its value "
+                "from then: call backward before the change"
             )
         self.fetch([saved.shard])
         return saved.shard.parameter.data.as_strided(saved.size, saved.stride, saved.offset)
@@ -266,7 +312,18 @@ class LiveParameters:
         self._note_memory(self._shards)  # the script may have given a parameter other memory
 
 
-@among_slices
+def _refuse_other_layout(shard: Shard) -> None:
+    parameter, wanted = shard.parameter, shard.parts[-1].end
+    with torch._C.DisableTorchFunctionSubclass():
+        if parameter.numel() == wanted and parameter.is_contiguous():
+            return
+        raise RuntimeError(
+            f"smp: sharded parameter '{shard.name}' has shape {list(parameter.shape)} and "
+            f"strides {list(parameter.stride())} now, and not {wanted} contiguous elements as "
+            "before: put such a tensor there before smp.DistributedModel"
+        )
+
+
 def _in_shared_memory(parameters: list[nn.Parameter], model: LiveModel) -> set[int]:
     """The ids of parameters that share their memory with another parameter or buffer.
 
@@ -334,12 +391,23 @@ def _gathering(tight: list[LiveParameters]) -> Iterator[None]:
         calls = patches.gathered_calls.in_block(_will_call, _has_called)
         with calls, saved_tensors_hooks(_pack, _unpack):
             yield
-    except BaseException:
+    except BaseException as error:
         for live in tight:
-            live.release_alike()
+            live.release_all()  # what was gathered differs from rank to rank
+        _explain_transform(error, tight[0])
         raise
     finally:
         _on_demand[:] = before
+
+
+def _explain_transform(error: BaseException, live: LiveParameters) -> None:
+    """Name the cause of ``torch.func``'s refusal."""
+    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+        raise NotImplementedError(
+            "smp: torch.func.grad, vjp, jacrev and hessian in a call of a model with more than "
+            f"sdp_max_live_parameters elements: {error}; set sdp_max_live_parameters to at "
+            f"least {live.elements}"
+        ) from error
 
 
 def group_of_call(models: list[LiveModel]) -> Any:
@@ -350,9 +418,26 @@ def group_of_call(models: list[LiveModel]) -> Any:
     return None
 
 
+# Modules that decide by, or compute with, parameters of modules inside.
+_LOOK_BELOW = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
 def _own(module: nn.Module) -> list[Shard]:
-    found = (p.__dict__.get(SHARD) for p in module._parameters.values() if p is not None)
-    return [shard for shard in found if shard is not None]
+    """The parameters in use while the module has a call under way."""
+    if isinstance(module, torch.jit.ScriptModule):  # its calls of others have no hooks
+        return _sharded(module.parameters())
+    return _sharded(p for p in module._parameters.values() if p is not None)
+
+
+def _sharded(parameters: Iterable[nn.Parameter]) -> list[Shard]:
+    return [shard for shard in map(shard_of, parameters) if shard is not None]
+
+
+def _seen_below(module: nn.Module) -> list[Shard]:
+    """Parameters in use at the begin of the call."""
+    if isinstance(module, nn.TransformerEncoder):
+        return _sharded(module.layers[0].parameters()) if len(module.layers) else []
+    return _sharded(module.parameters())
 
 
 @not_traced("the gathering of a sharded parameter")
@@ -361,6 +446,8 @@ def _will_call(module: nn.Module, args: Any) -> None:
         for shard in own:
             shard.uses += 1
         _fetch(own)
+    if isinstance(module, _LOOK_BELOW) and not torch.is_grad_enabled():
+        _fetch(_seen_below(module))
 
 
 @not_traced("the gathering of a sharded parameter")
@@ -376,8 +463,12 @@ def _fetch(wanted: list[Shard]) -> None:
 
 
 def _serve(wanted: list[Shard]) -> bool:
-    """Gather parameters for an operator, in a call of their model."""
+    """Gather parameters for an operator, in a call of their model or a backward of one."""
     _fetch(wanted)
+    if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
+        for shard in wanted:  # of a call outside of steps, which is over
+            if shard.live is not None:
+                shard.live.fetch([shard])
     return not any(shard.is_released for shard in wanted)
 
 
@@ -393,8 +484,12 @@ def _unpack(saved: Any) -> Any:
     return saved.live.unpack(saved) if isinstance(saved, _Saved) else saved
 
 
-def release_all() -> None:
-    """An update of parameters begins."""
+def release_for_update(is_updated: Callable[[Tensor], bool]) -> None:
+    """An update of parameters begins.
+
+    Args:
+        is_updated: whether the optimizer has the parameter.
+    """
     for live in map(_live_of, live_models.living()):
         if live is not None:
-            live.release_all()
+            live.release_for_update(is_updated)

@@ -278,6 +278,8 @@ class Step:
             others = ranks.get_dp_process_group()
         elif rt.tp_size > 1:
             others = ranks.get_tp_process_group()
+        elif (gathers := live_parameters.group_of_call(models)) is not None:
+            others = gathers
         else:
             return refused
         self._refuse_if_forked()

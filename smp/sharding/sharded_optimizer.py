@@ -16,7 +16,14 @@ from smp.marks import set_class
 from smp.pytorch import patches
 from smp.sharding import rules, values
 from smp.sharding.owners import Owners, Part, Parts, asked_for, model_parameter, part_here
-from smp.sharding.shards import averages_of, has_gradient, is_released, shard_of
+from smp.sharding.shards import (
+    averages_of,
+    gather,
+    has_gradient,
+    has_views,
+    is_released,
+    shard_of,
+)
 from smp.sharding.slices import SliceParameter, cut, slice_of
 from smp.slicing.split_parameters import among_slices, is_plain
 
@@ -40,6 +47,10 @@ class ShardedOptimizer:
 
     def _members(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether the optimizer updates the model's parameter, on some rank."""
+        return self.owners.parts_of(parameter) is not None
 
     def _may_cut(self, parameter: Tensor) -> bool:
         shard = shard_of(parameter)
@@ -145,8 +156,8 @@ class ShardedOptimizer:
 
     @contextmanager
     def _with_values_alone(self) -> Iterator[None]:
-        """In the block, a released parameter of this rank is of its own class.  Others are none
-        of the optimizer's members, because it may look at all of these.
+        """In the block, a released parameter of this rank is of its own class; others are none
+        of the optimizer's, which may look at all its members.
         """
         every = [group["params"] for group in self._optimizer.param_groups]
         before = [list(members) for members in every]
@@ -194,9 +205,15 @@ class ShardedOptimizer:
         """
         every, updated = self.owners.every(), self._updated
         self._updated = set()
-        failed, flags = values.agree(error is not None, [id(p) in updated for p, _ in every])
-        pairs = zip(every, flags, strict=True)
+        flags = [[id(p) in updated, has_views(p)] for p, _ in every]
+        failed, found = values.agree(error is not None, [f for both in flags for f in both])
+        given, viewed = found[::2], found[1::2]
+        pairs = zip(every, given, strict=True)
         values.give(one for one, flag in pairs if flag and not is_released(one[0]))
+        released = (one[0] for one, flag in zip(every, viewed, strict=True) if flag)
+        for shard in map(shard_of, released):  # the views are to see the update
+            if shard is not None and shard.is_released:
+                gather([shard])
         if failed:
             values.raise_failure(error, failed)
 

@@ -9,20 +9,22 @@ place: in the parameter's memory while it is gathered, else in `Shard.own`.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
 from smp.marks import SHARD, set_class
+from smp.pytorch.transforms import outside_of_transforms
 from smp.sharding.owners import Part, Parts, part_here
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
-from smp.tensor_parallel.backward import keys
 
 _GRAD: Any = Tensor.grad  # the attribute of torch's own
 
@@ -45,7 +47,8 @@ class Shard:
         parameter: of the model; gathered.
         name: in the model.
         parts: its elements by owner.
-        live: the model's `smp.data_parallel.live_parameters.LiveParameters`.
+        live: the model's `smp.data_parallel.live_parameters.LiveParameters`; not kept alive.
+        key: of its gathers, alike on all ranks; see `smp.tensor_parallel.backward.keys`.
 
     Attributes:
         part: this rank's; None: it has none.
@@ -54,24 +57,51 @@ class Shard:
         kind: the parameter's class while it is gathered, and has no averages of this rank's.
         gradient: the averages for this rank's elements, which it updates; None: there are none,
             or ``.grad`` has them.
-        key: of the gathering's collective.
+        has_views: while the parameter is released, whether its memory stays for other tensors.
         uses: modules with a call under way that have the parameter.
         last_use: a number that grows from use to use.
     """
 
-    def __init__(self, parameter: nn.Parameter, name: str, parts: Parts, live: Any) -> None:
-        self.live = live
+    def __init__(
+        self, parameter: nn.Parameter, name: str, parts: Parts, live: Any, key: int
+    ) -> None:
+        self._live = weakref.ref(live)
         self._parameter = weakref.ref(parameter)
         self.name = name
-        self.key = keys.of_parameter(name)
         self.parts = parts
         self.part: Part | None = part_here(parts)
         self.own: Tensor | None = None
         self.kind = type(parameter)
         self.is_released = False
         self.gradient: Tensor | None = None
+        self.has_views = False
         self.uses = 0
         self.last_use = 0
+        self.key = key
+        self._own_changes = 0
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a pickled parameter is not sharded
+
+    @property
+    def live(self) -> Any:
+        """The model's `smp.data_parallel.live_parameters.LiveParameters`."""
+        return self._live()
+
+    @property
+    def version(self) -> int:
+        """A number that grows with each change of values by the script or an optimizer."""
+        return self.parameter._version - self._own_changes
+
+    def has_changed(self, values: bool) -> None:
+        """Have graphs that saved the parameter itself refuse their backward.
+
+        Args:
+            values: False: the parameter will have them again.
+        """
+        changed = self.parameter._version + 1
+        torch._C._autograd._unsafe_set_version_counter((self.parameter,), (changed,))
+        self._own_changes += not values
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -79,6 +109,10 @@ class Shard:
         parameter = self._parameter()
         assert parameter is not None
         return parameter
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Whether the shard is the parameter's."""
+        return self._parameter() is parameter
 
     @property
     def keeps_all(self) -> bool:
@@ -116,13 +150,22 @@ def elements_here(parameter: Tensor, part: Part) -> Tensor:
 
 def shard_of(parameter: Tensor) -> Shard | None:
     """The shard of a model's parameter; None: it is not sharded."""
-    return getattr(parameter, SHARD, None)
+    shard = getattr(parameter, SHARD, None)
+    if shard is None or shard.is_of(parameter):
+        return shard
+    return None  # the parameter is a shallow copy
 
 
 def is_released(parameter: Tensor) -> bool:
     """Whether the values of a model's parameter are with their owners alone."""
     shard = shard_of(parameter)
     return shard is not None and shard.is_released
+
+
+def has_views(parameter: Tensor) -> bool:
+    """Whether other tensors keep a released parameter's memory on this rank."""
+    shard = shard_of(parameter)
+    return shard is not None and shard.is_released and shard.has_views
 
 
 # Gathers shards for an operator of the script's, or refuses to.
@@ -195,6 +238,8 @@ class ReleasedParameter(AveragedParameter):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            return _grad(*args, **kwargs)
         if not _is_harmless(func):
             shards = [s for s in map(shard_of, _parameters_in((args, kwargs))) if s is not None]
             if not (_service and _service[0](shards)):
@@ -242,66 +287,124 @@ def _refuse(shard: Shard, what: str) -> NoReturn:
     raise RuntimeError(
         f"smp: {what} needs the values of parameter '{shard.name}', of shape "
         f"{list(shard.parameter.shape)}, which is sharded over the RDP_GROUP: outside of the "
-        "model's calls each rank has its own elements; use the parameter in `with "
-        "model.gathered_parameters():`, on all ranks, or take model.state_dict()"
+        "model's calls each rank has its own elements; use the parameter in a @smp.step or in "
+        "`with model.gathered_parameters():`, on all ranks, or take model.state_dict()"
     )
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gradients with respect to parameters that need no values.
+
+    The backward's own operators see released parameters as such.
+    """
+    whole = kwargs.pop("materialize_grads", False)
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    edges = tuple(_edge(one) if isinstance(one, ReleasedParameter) else one for one in given)
+    found = torch.autograd.grad(outputs, edges, *args, **kwargs)
+    if not whole:
+        return found
+    pairs = zip(found, given, strict=True)
+    return tuple(torch.zeros_like(one) if got is None else got for got, one in pairs)
+
+
+@among_slices
+@torch.enable_grad()
+def _edge(parameter: Tensor) -> Any:
+    if not parameter.requires_grad:
+        raise RuntimeError("One of the differentiated Tensors does not require grad")
+    return GradientEdge(parameter.view_as(parameter).grad_fn.next_functions[0][0], 0)
 
 
 # ----------------------------------------------------------------------- both directions
 
 
-@among_slices
-@torch.inference_mode(False)
-@torch.no_grad()
-def release(shard: Shard) -> None:
+@contextmanager
+def _apart() -> Iterator[None]:
+    """A block that is none of the script's computation."""
+    with (
+        torch._C.DisableTorchFunctionSubclass(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        outside_of_transforms(),
+    ):
+        yield
+
+
+def release(shard: Shard, is_updated: bool) -> None:
     """Keep this rank's elements alone.  No rank waits for another.
 
-    Other tensors with the parameter's memory, such as views of the script's, keep that.  A
-    graph that has saved the parameter itself refuses its backward, as after any other change.
-    Those of calls with gathers on demand have saved notes.
+    Other tensors with the parameter's memory, such as views of the script's, keep it, for the
+    parameter, too.  A graph that has saved a parameter without memory refuses its backward, as
+    after any other change.  Those of calls with gathers on demand have saved notes.
+
+    Args:
+        is_updated: the values are about to change.
     """
-    parameter = shard.parameter
-    if not shard.keeps_all:
-        if shard.part is not None:
-            row = parameter.data.view(-1)[shard.part.start : shard.part.end]
-            shard.own = row.clone()
-            shard._show(shard.own)
-            del row  # a view of the memory
-        _drop_memory(parameter)
-    made = _slices.get(id(parameter))
-    for changed in (parameter,) if made is None else (parameter, made):
-        version = changed._version + 1
-        torch._C._autograd._unsafe_set_version_counter((changed,), (version,))
-    shard.is_released = True
-    shard.dress()
+    with _apart():
+        parameter = shard.parameter
+        shard.has_views = False
+        if not shard.keeps_all:
+            if shard.part is not None:
+                row = parameter.data.view(-1)[shard.part.start : shard.part.end]
+                shard.own = row.clone()
+                shard._show(shard.own)
+                del row  # a view of the memory
+            shard.has_views = not _drop_memory(parameter)
+        if is_updated or not (shard.keeps_all or shard.has_views):
+            shard.has_changed(is_updated)
+        shard.is_released = True
+        shard.dress()
 
 
-def _drop_memory(parameter: nn.Parameter) -> None:
+def drop_memory(shard: Shard) -> None:
+    """Give back a released parameter's memory, if other tensors had it and are gone."""
+    if not shard.has_views:
+        return
+    with _apart():
+        if _drop_memory(shard.parameter):
+            shard.has_views = False
+            shard.has_changed(values=False)
+
+
+def _drop_memory(parameter: nn.Parameter) -> bool:
+    """Give back the parameter's memory, unless other tensors have it, too."""
     storage = parameter.untyped_storage()
-    # References of the parameter, and of `storage`; more are of views, which keep the memory.
-    is_shared = torch._C._storage_Use_Count(storage._cdata) > 2
-    if is_shared or not storage.resizable() or storage.nbytes() != parameter.nbytes:
+    # References of the parameter, and of `storage`; more are of views.
+    if torch._C._storage_Use_Count(storage._cdata) > 2:
+        return False
+    if not storage.resizable() or storage.nbytes() != parameter.nbytes:
         parameter.data = torch.empty_like(parameter.data)
     parameter.untyped_storage().resize_(0)
+    return True
 
 
-@among_slices
-@torch.no_grad()
-def gather(shards: list[Shard]) -> None:
+def gather(shards: Sequence[Shard]) -> None:
     """Have the values of all owners.  Collective over the RDP_GROUP.
 
     Args:
         shards: released ones, in an order alike on all ranks.
+
+    Raises:
+        Exception: of a collective; the shards are released then.
     """
-    with torch.inference_mode(False):
+    with _apart():
+        error: Exception | None = None
         works = [work for shard in shards for work in _begin_gather(shard)]
         for work in works:
-            work.wait()
+            try:
+                work.wait()
+            except Exception as failure:  # noqa: BLE001 - the others write to the memory yet
+                error = error or failure
+        if error is not None:
+            for shard in shards:
+                if not shard.keeps_all:
+                    shard.has_views = not _drop_memory(shard.parameter)
+            raise error
         for shard in shards:
             parameter, part = shard.parameter, shard.part
             if part is not None and len(shard.parts) > 1:
                 shard._show(parameter.data.view(-1)[part.start : part.end])
-            shard.own, shard.is_released = None, False
+            shard.own, shard.is_released, shard.has_views = None, False, False
             shard.dress()
 
 
@@ -313,26 +416,29 @@ def group_of_gathers() -> dist.ProcessGroup:
 def _begin_gather(shard: Shard) -> list[Any]:
     parameter, group = shard.parameter, group_of_gathers()
     row, members = parameter.data, ranks.get_rdp_group()
-    if not shard.keeps_all:
-        parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+    if parameter.untyped_storage().nbytes() < parameter.nbytes:
+        parameter.untyped_storage().resize_(parameter.nbytes)
     row = row.view(-1)
     counts = [0] * len(members)
     for owner, start, end in shard.parts:
         counts[owner] = end - start
-    own = row[:0] if shard.own is None else shard.own
-    if shard.keeps_all:
-        own = row
-    if isinstance(group, ProcessGroup) and row.is_cpu:
-        alike = len(set(counts)) == 1
+    own = row[:0] if shard.part is None else row[shard.part.start : shard.part.end]
+    own = own if shard.own is None else shard.own
+    alike = len(set(counts)) == 1
+    if isinstance(group, ProcessGroup):
         group.key = shard.key
-        return [group.gather_rows(row, own, None if alike else counts, True)]
-    if len(shard.parts) == 1:
-        source = members[shard.parts[0].owner]
-        return [dist.broadcast(row, source, group=group, async_op=True)]
-    if len(set(counts)) == 1:
+        try:
+            if row.is_cpu:
+                sizes = None if alike else counts
+                return [group.gather_rows(row, own, sizes, True, 0, 0, ())]
+            if alike:
+                return [torch_versions.all_gather_single(row, own, group=group, async_op=True)]
+        finally:
+            group.key = 0
+    if alike:
         return [torch_versions.all_gather_single(row, own, group=group, async_op=True)]
-    if shard.part is not None:
-        row[shard.part.start : shard.part.end].copy_(own)
+    if shard.own is not None and shard.part is not None:
+        row[shard.part.start : shard.part.end].copy_(shard.own)
     return [
         dist.broadcast(row[start:end], members[owner], group=group, async_op=True)
         for owner, start, end in shard.parts

@@ -51,7 +51,7 @@ class SliceParameter(nn.Parameter):
     def is_current(self) -> bool:
         """Whether the parameter still has the storage that is shared."""
         whole = self.stands_for
-        if whole is None or whole.dtype != self.dtype:
+        if whole is None or whole.dtype != self.dtype or not whole.is_contiguous():
             return False
         return elements_here(whole, self.part).data_ptr() == self.data_ptr()
 

@@ -26,20 +26,20 @@ class _Bucket(NamedTuple):
     pieces: list[Tensor]  # of one dtype and device
 
 
-def agree(has_failed: bool, updated: Sequence[bool]) -> tuple[list[int], list[bool]]:
-    """The rdp_ranks with a failure, and the parameters with an update on any replica.
+def agree(has_failed: bool, here: Sequence[bool]) -> tuple[list[int], list[bool]]:
+    """The rdp_ranks with a failure, and what is so on any replica.
 
     Collective over the RDP_GROUP.
 
     Args:
         has_failed: whether this rank's update has.
-        updated: by parameter, whether this rank has updated it.
+        here: whether it is so on this rank.
     """
     job = state.job(_CALLER)
     refuse_if_forked(_CALLER, job.boot.rank, job.pid)
     group = ranks.get_rdp_process_group()
     failed = [has_failed and rank == ranks.rdp_rank() for rank in range(ranks.rdp_size())]
-    flags = torch.tensor([*failed, *updated], dtype=torch.int32, device="cpu")
+    flags = torch.tensor([*failed, *here], dtype=torch.int32, device="cpu")
     flags = flags.to(device_of_numbers(group))
     dist.all_reduce(flags, group=group)
     found = flags.bool().tolist()

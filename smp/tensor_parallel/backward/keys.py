@@ -1,8 +1,8 @@
-"""Keys of collectives: by them the core sees that the ranks make the same one.
+"""Keys of collectives: by them the core sees that the tp_ranks make the same one.
 
 Two modules of equal sizes make equal operations: ranks in the first and ranks in the second
 would add up slices of two modules.  So every collective of a module sends its key (``key`` in
-csrc/comm/collective/checks/call.h), and so does that of a sharded parameter.  A key is 32 bits: from the path of the module and the
+csrc/comm/collective/checks/call.h).  A key is 32 bits: from the path of the module and the
 phase, 22; from the call and the collective in it, 10.
 """
 
@@ -21,7 +21,7 @@ _A_PHASE = 0x9E377
 _A_COLLECTIVE = 331
 
 _numbers: dict[str, int] = {}  # of paths in use
-_parameters: dict[int, str] = {}  # names by key
+_words: dict[int, str] = {}  # of operations that are no module's, by key
 
 
 def of_collective(path: str, phase: int, call: int, collective: int) -> int:
@@ -40,14 +40,15 @@ def of_collective(path: str, phase: int, call: int, collective: int) -> int:
     return of_module * _CALLS + (call + collective * _A_COLLECTIVE) % _CALLS
 
 
-def of_parameter(name: str) -> int:
-    """The key of a gathering of a sharded parameter; the same in every process.
+def of_words(words: str) -> int:
+    """The key of an operation that is no module's; the same in every process.
 
     Args:
-        name: in its model.
+        words: for it, in errors.
     """
-    key = _number_of(name) * _CALLS
-    _parameters[key] = name
+    digest = hashlib.blake2b(words.encode(), digest_size=4).digest()
+    key = int.from_bytes(digest, "little") or 1
+    _words[key] = words
     return key
 
 
@@ -75,8 +76,8 @@ def explained(error: BaseException) -> str:
 
 
 def _in_words(paths: set[str], key: int) -> str:
-    if key in _parameters:
-        return f" for parameter '{_parameters[key]}'"
+    if key in _words:
+        return f" for {_words[key]}"
     of_module = key // _CALLS
     named = sorted(
         f"module '{path}' ({_core.phases[phase]})"

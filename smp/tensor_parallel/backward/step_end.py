@@ -68,12 +68,11 @@ def is_mismatch(error: Exception) -> bool:
     return isinstance(error, _core.GroupError) and error.status == "SMP_ERR_MISMATCH"
 
 
-def hear(where: str, error: Exception, group: str = "TP_GROUP") -> None:
+def hear(where: str, error: Exception) -> None:
     """Find the meaning of a failed collective, if the ranks' differ.
 
     Args:
         where: the collective, in words.
-        group: the kind of its group.
 
     Raises:
         PeerFailed: the ranks' collectives differ.
@@ -85,9 +84,7 @@ def hear(where: str, error: Exception, group: str = "TP_GROUP") -> None:
     met, advice = "had failed, or that ran other modules", ""
     if keys.tell_unlike(error):
         met = "ran other modules, or in another order"
-        advice = f"; which run, and in which order, must be alike on all ranks of the {group}"
-        if group == "RDP_GROUP":
-            advice += ", and all of them call model.state_dict() and evaluate"
+        advice = "; which run, and in which order, must be alike on all ranks of the group"
     raise PeerFailed(
         f"smp: {where}: this rank met another rank of its group that {met}: "
         f"{keys.explained(error)}{advice}"
