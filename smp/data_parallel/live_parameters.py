@@ -201,14 +201,6 @@ class LiveParameters:
             self._release(shard, is_updated=False)
         self._note_memory(self._shards)
 
-    def release_alike(self) -> None:
-        """After a failure, before which each rank may have gathered others."""
-        for shard in self._shards:
-            shard.last_use = 0
-            if not shard.is_released:
-                shards.release(shard)
-        self._note_memory(self._shards)
-
     def read(self, value: Any) -> Any:
         """A parameter's values, in host memory if they are many; another value is itself.
         Collective over the RDP_GROUP for a sharded parameter.
@@ -334,7 +326,7 @@ def _in_shared_memory(parameters: list[nn.Parameter], model: LiveModel) -> set[i
         is_here = not tensor.is_meta and tensor.layout is torch.strided
         if is_here and not is_released(tensor):  # alike on all ranks
             by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    shared = set()
+    shared: set[int] = set()
     for some in by_memory.values():
         if len(some) > 1:
             shared.update(id(t) for t in some if shard_of(t) is None or _overlaps(t, some))

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge
 
 from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
@@ -308,11 +308,10 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @among_slices
-@torch.enable_grad()
 def _edge(parameter: Tensor) -> Any:
     if not parameter.requires_grad:
         raise RuntimeError("One of the differentiated Tensors does not require grad")
-    return GradientEdge(parameter.view_as(parameter).grad_fn.next_functions[0][0], 0)
+    return get_gradient_edge(parameter)
 
 
 # ----------------------------------------------------------------------- both directions
