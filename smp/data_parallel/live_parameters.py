@@ -152,7 +152,7 @@ class LiveParameters:
     def _unshard(self, shard: Shard) -> None:
         if shard.is_released:
             shards.gather([shard])
-        delattr(shard.parameter, SHARD)
+        shard.end()
 
     def dissolve(self) -> None:
         """Have all parameters whole, on all replicas, until the next step.  Collective."""

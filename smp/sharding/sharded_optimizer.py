@@ -156,8 +156,8 @@ class ShardedOptimizer:
 
     @contextmanager
     def _with_values_alone(self) -> Iterator[None]:
-        """In the block, a released parameter of this rank is of its own class; others are none
-        of the optimizer's, which may look at all its members.
+        """In the block, a released parameter of this rank is of its own class.  Others are no
+        members, because the optimizer may look at all of these.
         """
         every = [group["params"] for group in self._optimizer.param_groups]
         before = [list(members) for members in every]

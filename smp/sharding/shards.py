@@ -124,6 +124,13 @@ class Shard:
         kind = self.kind if self.gradient is None else AveragedParameter
         set_class(self.parameter, ReleasedParameter if self.is_released else kind)
 
+    def end(self) -> None:
+        """The gathered parameter is as any other from now on, with its gradient."""
+        parameter = self.parameter
+        if self.gradient is not None:
+            parameter.grad = parameter.grad  # of its shape
+        delattr(parameter, SHARD)
+
     def _show(self, elements: Tensor) -> None:
         """This rank's elements are there now."""
         made = _slices.get(id(self.parameter))
