@@ -123,7 +123,7 @@ def _sharded(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:
         return None
     if keeps_its_own(optimizer):
         warnings.warn(
-            f"smp: shard_optimizer_state=True has no effect on {type(optimizer).__name__}, "
+            f"smp: {owners.asked_for()} has no effect on {type(optimizer).__name__}, "
             "which has master weights of its own: each replica keeps all of its state; use "
             "bf16 or fp16 with a plain optimizer to share it out",
             stacklevel=3,
@@ -270,7 +270,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.sharded is not None:
             if closure is not None:
                 raise NotImplementedError(
-                    "smp: optimizer.step(closure) with shard_optimizer_state=True: gradients "
+                    f"smp: optimizer.step(closure) with {owners.asked_for()}: gradients "
                     "that a closure makes are not with their owners alone; call backward "
                     "before step()"
                 )
@@ -301,7 +301,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return None
         if owners.shards_parameters() and state.cfg.sdp_gradient_clipping > 0:
             with failure:
-                self.clip_master_grads(state.cfg.sdp_gradient_clipping)
+                self._clip_whole_models(state.cfg.sdp_gradient_clipping)
         result = None
         with failure, self._failing_together():
             if failure.error is not None:
@@ -313,6 +313,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.masters.give()
         sharded.end_step(failure.error)
         return result
+
+    def _clip_whole_models(self, max_norm: float) -> None:
+        """Clip by the norm over the models with parameters of this optimizer.
+
+        Another optimizer may have the rest of a model, whose gradients are clipped, too.
+        """
+        members = [p for group in self.param_groups for p in group["params"]]
+        own = {id(model_parameter(p)) for p in members}
+        for model in live_models.living():
+            here = list(model.local_parameters())
+            if any(id(p) in own for p in here):
+                members += [p for p in here if id(p) not in own]
+        clip_by_the_models_norm(members, max_norm, 2.0)
 
     def _overflows(self) -> bool:
         """Whether the update is skipped; collective over all ranks with a loss scale."""

@@ -48,7 +48,7 @@ def differs_alone(optimizer: torch.optim.Optimizer) -> bool:
         except Exception as error:  # noqa: BLE001 - an optimizer of any kind may raise anything
             warnings.warn(
                 f"smp: {kind.__name__} could not be tried on parameters one by one "
-                f"({type(error).__name__}: {error}): with shard_optimizer_state=True it is "
+                f"({type(error).__name__}: {error}): with sharded state it is "
                 "right if it updates each parameter by itself",
                 stacklevel=5,
             )

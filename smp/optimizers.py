@@ -449,6 +449,7 @@ def _own_power(parameters: list[Tensor], norm_type: float) -> Tensor:
     ]
     total = torch.zeros((), dtype=torch.float64)  # the same dtype on every rank
     if grads:
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
         norms = torch._foreach_norm([wide(grad) for grad in grads], norm_type)
         each = torch.stack([norm.to(norms[0].device) for norm in norms]).double()
         total = each.max() if math.isinf(norm_type) else each.pow(norm_type).sum()
@@ -493,7 +494,12 @@ def clip_by_the_models_norm(
     """
     with_grad = [p for p in parameters if p.grad is not None]
     norm = norm_over_the_model(with_grad, float(norm_type))
-    nn.utils.clip_grads_with_norm_(with_grad, float(max_norm), norm)
+    dense = [p for p in with_grad if not p.grad.is_sparse]  # type: ignore[union-attr]
+    nn.utils.clip_grads_with_norm_(dense, float(max_norm), norm)
+    for p in with_grad:
+        if p.grad is not None and p.grad.is_sparse:  # as torch does for dense ones
+            factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+            p.grad._values().mul_(factor.to(p.grad.device))
     return norm
 
 

@@ -414,7 +414,7 @@ class DataParallel:
             )
         if owners.is_on():
             raise NotImplementedError(
-                "smp: join() with shard_optimizer_state=True: a replica without inputs would "
+                f"smp: join() with {owners.asked_for()}: a replica without inputs would "
                 "not update the parameters that it owns; give each replica as many batches"
             )
         if sum(1 for m in live_models.living() if record_of(m).replicas) > 1:

@@ -1,7 +1,7 @@
 """The parameters of one model that are gathered now (``sharded_data_parallel_degree``).
 
 A model with at most ``sdp_max_live_parameters`` elements is gathered at the begin of a step, or
-of a call outside, and released by the next update.  A larger one is gathered *on demand*:
+of a call outside.  The next update releases it.  A larger one is gathered *on demand*:
 
 - a module's own parameters when it is called, others when an operator meets them;
 - in backward when autograd unpacks them: what a graph would save of a parameter is a note;
@@ -30,7 +30,7 @@ from smp.pytorch import patches
 from smp.pytorch.compiled_code import not_traced
 from smp.sharding import owners, shards
 from smp.sharding.owners import even_parts
-from smp.sharding.shards import Shard, shard_of
+from smp.sharding.shards import Shard, is_released, shard_of
 from smp.slicing.slices import elements_alike
 from smp.slicing.split_parameters import among_slices, is_plain
 from smp.state_mod import state
@@ -101,6 +101,8 @@ class LiveParameters:
                 _have_own_memory(parameter)
                 shard = Shard(parameter, name, parts, self, self._key_of(name))
                 setattr(parameter, SHARD, shard)
+            elif shard is not None and (shard.keeps_all or not shard.is_released):
+                _have_own_memory(parameter)  # again, if the script has changed it
             if shard is not None:
                 found.append(shard)
         if found != self._shards:
@@ -127,14 +129,22 @@ class LiveParameters:
         return keys.of_words(f"parameter '{name}'{of_model}")
 
     def _refuse_too_many(self) -> None:
-        rt = record_of(self._model).rt
+        """Alike on all ranks.
+
+        Raises:
+            NotImplementedError: a rank of a pipeline, or of a TP_GROUP, has too many to gather.
+        """
+        rt, parts = record_of(self._model).rt, record_of(self._model).parts
         if rt.pp_size == 1 and rt.tp_size == 1:
             return
-        most = sum(elements_alike(shard.parameter) for shard in self._shards)
-        if most > self._limit:
+        elements = [0] * rt.pp_size
+        for name, parameter in self._model.module.named_parameters():
+            if parameter.numel() >= owners.least_sharded():
+                elements[parts.owners[name] if parts else 0] += elements_alike(parameter)
+        if (most := max(elements)) > self._limit:
             raise NotImplementedError(
-                f"smp: sharded_data_parallel_degree: this rank has {most} elements in sharded "
-                f"parameters, more than sdp_max_live_parameters={self._limit}: to gather fewer "
+                f"smp: sharded_data_parallel_degree: pp_rank {elements.index(most)} has {most} "
+                f"elements, more than sdp_max_live_parameters={self._limit}: to gather fewer "
                 "at a time is not built with pipeline or tensor parallelism; set "
                 f"sdp_max_live_parameters to at least {most}"
             )
@@ -187,6 +197,7 @@ class LiveParameters:
     def release_all(self) -> None:
         """Keep each rank's own elements alone; the values stay."""
         for shard in self._shards:
+            shard.last_use = 0  # after a failure each rank has used others
             self._release(shard, is_updated=False)
         self._note_memory(self._shards)
 
@@ -203,6 +214,8 @@ class LiveParameters:
 
     def keep_within_limit(self) -> None:
         """Release those beyond the limit."""
+        if self._shards:
+            self.prepare()  # the script may have made some share their memory
         self._make_room(0, set())
 
     @not_traced("the gathering of a sharded parameter")
@@ -256,7 +269,7 @@ class LiveParameters:
 
     @among_slices
     def pack(self, tensor: Tensor) -> Any:
-        """What a graph saves of a tensor; NotImplemented: it is none of these parameters'."""
+        """The note of a graph on a tensor; NotImplemented: it is none of these parameters'."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return NotImplemented
         memory = tensor.untyped_storage()._cdata
@@ -288,6 +301,7 @@ class LiveParameters:
         """No module has a call under way."""
         for shard in self._shards:
             shard.uses = 0
+        self._note_memory(self._shards)  # the script may have given a parameter other memory
 
 
 def _refuse_other_layout(shard: Shard) -> None:
@@ -303,12 +317,29 @@ def _refuse_other_layout(shard: Shard) -> None:
 
 
 def _in_shared_memory(parameters: list[nn.Parameter], model: LiveModel) -> set[int]:
-    """The ids of parameters that share their memory with another parameter or buffer."""
-    by_memory: dict[int, list[int]] = {}
+    """The ids of parameters that share their memory with another parameter or buffer.
+
+    Parameters that are sharded already are so by the script, if elements are those of another.
+    """
+    by_memory: dict[int, list[Tensor]] = {}
     for tensor in (*parameters, *model.local_buffers()):
-        if not tensor.is_meta and tensor.layout is torch.strided and shard_of(tensor) is None:
-            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(id(tensor))
-    return {one for some in by_memory.values() if len(some) > 1 for one in some}
+        is_here = not tensor.is_meta and tensor.layout is torch.strided
+        if is_here and not is_released(tensor):  # alike on all ranks
+            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    shared: set[int] = set()
+    for some in by_memory.values():
+        if len(some) > 1:
+            shared.update(id(t) for t in some if shard_of(t) is None or _overlaps(t, some))
+    return shared
+
+
+def _overlaps(tensor: Tensor, others: list[Tensor]) -> bool:
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return any(
+        start < other.data_ptr() + other.nbytes and other.data_ptr() < end
+        for other in others
+        if other is not tensor
+    )
 
 
 @among_slices

@@ -48,7 +48,6 @@ class Member(Protocol):
     """A `smp.data_parallel.data_parallel.DataParallel`, as an exchange knows it."""
 
     replicas: Replicas
-    overlaps: bool
     broadcasts_buffers: bool
     gradient_as_bucket_view: bool
     keeps_apart_at_once: bool
@@ -58,6 +57,8 @@ class Member(Protocol):
     hook_state: Any
     reduction: "Reduction | None"
 
+    @property
+    def overlaps(self) -> bool: ...
     def buckets(self) -> list[Bucket]: ...
     def buffers(self) -> list[Tensor]: ...
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]: ...

@@ -43,7 +43,9 @@ class _Wrong(Exception):
     """Raised by a check; the text names the allowed values."""
 
 
-def whole(default: int | None, *, at_least: int = 0, scientific: bool = False) -> Any:
+def whole(
+    default: int | None, *, at_least: int = 0, scientific: bool = False, effect: bool = True
+) -> Any:
     """An int; with ``scientific`` also ``5e8``, a float in JSON."""
 
     def check(value: Any) -> int:
@@ -53,7 +55,7 @@ def whole(default: int | None, *, at_least: int = 0, scientific: bool = False) -
             raise _Wrong(f"an int of at least {at_least}")
         return value
 
-    return _parameter(default, check)
+    return _parameter(default, check, effect)
 
 
 def degree_or_rest(default: int) -> Any:
@@ -69,13 +71,13 @@ def degree_or_rest(default: int) -> Any:
     return _parameter(default, check)
 
 
-def flag(default: bool = False) -> Any:
+def flag(default: bool = False, effect: bool = True) -> Any:
     def check(value: Any) -> bool:
         if type(value) is not bool:
             raise _Wrong("True or False")
         return value
 
-    return _parameter(default, check)
+    return _parameter(default, check, effect)
 
 
 def number(default: float | None, low: float, high: float = float("inf")) -> Any:
@@ -193,10 +195,10 @@ class Config:
     bf16: bool = flag()
     fp16_params: bool = flag()
     sharded_data_parallel_degree: int = whole(1, at_least=1)
-    sdp_reduce_bucket_size: int = whole(500_000_000, at_least=1, scientific=True)
+    sdp_reduce_bucket_size: int = whole(500_000_000, at_least=1, scientific=True, effect=False)
     sdp_param_persistence_threshold: int = whole(1_000_000, scientific=True)
     sdp_max_live_parameters: int = whole(1_000_000_000, at_least=1, scientific=True)
-    sdp_hierarchical_allgather: bool = flag(True)
+    sdp_hierarchical_allgather: bool = flag(True, effect=False)
     sdp_gradient_clipping: float = number(1.0, 0)
     comm_transports: tuple[str, ...] | None = transports(None)
     comm_interface: str | None = text(None)

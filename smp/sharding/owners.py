@@ -141,6 +141,13 @@ def is_on() -> bool:
     return state.cfg.shard_optimizer_state or shards_parameters()
 
 
+def asked_for() -> str:
+    """The parameter of `smp.init` that shares out optimizer state, with its value."""
+    if not shards_parameters():
+        return "shard_optimizer_state=True"
+    return f"sharded_data_parallel_degree={state.cfg.sharded_data_parallel_degree}"
+
+
 def shards_parameters() -> bool:
     """Whether the parameters themselves are shared out, too."""
     return state.is_initialized and state.cfg.sharded_data_parallel_degree > 1

@@ -1,8 +1,8 @@
 """Sharded parameters: each rank of the RDP_GROUP has its own elements, and all of them in use.
 
 A parameter is *gathered* or *released*, on all ranks of the group alike.  A gathered one is as
-any other.  A released one has no memory but for this rank's elements; it stays the same object,
-and refuses operators by name, or is gathered for them (`serve`).
+any other.  A released one has no memory but for this rank's elements.  It stays the same
+object, and refuses operators by name, or is gathered for them (`serve`).
 
 The elements of a rank are those that it updates (`smp.sharding.owners`).  They are in one
 place: in the parameter's memory while it is gathered, else in `Shard.own`.
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge
 
 from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
@@ -308,11 +308,10 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @among_slices
-@torch.enable_grad()
 def _edge(parameter: Tensor) -> Any:
     if not parameter.requires_grad:
         raise RuntimeError("One of the differentiated Tensors does not require grad")
-    return GradientEdge(parameter.view_as(parameter).grad_fn.next_functions[0][0], 0)
+    return get_gradient_edge(parameter)
 
 
 # ----------------------------------------------------------------------- both directions
@@ -372,7 +371,7 @@ def _drop_memory(parameter: nn.Parameter) -> bool:
     # References of the parameter, and of `storage`; more are of views.
     if torch._C._storage_Use_Count(storage._cdata) > 2:
         return False
-    if not storage.resizable():
+    if not storage.resizable() or storage.nbytes() != parameter.nbytes:
         parameter.data = torch.empty_like(parameter.data)
     parameter.untyped_storage().resize_(0)
     return True
