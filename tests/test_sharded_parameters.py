@@ -146,10 +146,14 @@ def views() -> list[Any]:
     return [*seen, *model.state_dict().values()]
 
 
+def bare_linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH, bias=False)
+
+
 def two_models() -> list[Any]:
     """A graph of one model, kept across the update of the other."""
-    first, its_optimizer = wrapped(nn.Linear(WIDTH, WIDTH, bias=False))
-    second, other = wrapped(nn.Linear(WIDTH, WIDTH, bias=False))
+    first, its_optimizer = wrapped(nn.Sequential(*[bare_linear() for _ in range(2)]))
+    second, other = wrapped(bare_linear())
     seen = []
     for inputs in batches(3):
         made = first(inputs).tanh()
@@ -173,9 +177,12 @@ def removed() -> list[Any]:
     for step, inputs in enumerate(batches(4)):
         seen.append(train(model, optimizer, inputs))
         if step == 1:
-            del model.module[4]
+            model.module[4] = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
             gc.collect()
             seen += list(model.state_dict().values())
+        if step == 2:
+            del model.module[4]
+            gc.collect()
     return [*seen, *model.state_dict().values()]
 
 

@@ -108,6 +108,7 @@ class LiveParameters:
         if found != self._shards:
             self._shards, self._parameters = found, [shard.parameter for shard in found]
             self._refuse_too_many()
+            self._by_memory.clear()  # those of before may have ended, and their memory
             self._note_memory(found)
 
     def _parts_of(self, parameter: nn.Parameter, shared: set[int]) -> owners.Parts | None:
@@ -160,6 +161,7 @@ class LiveParameters:
         for shard in self._shards:
             self._unshard(shard)
         self._shards, self._parameters = [], []
+        self._by_memory.clear()
 
     # --------------------------------------------------------------- gathered, released
 
