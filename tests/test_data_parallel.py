@@ -939,6 +939,24 @@ def test_join_with_several_models_is_refused():
         pass
 
 
+@on_ranks(2)
+def test_backwards_through_two_models_outside_of_steps():
+    """An adversarial pair: buckets of both would go when there is room, in any order."""
+    smp.init({"ddp": True})
+    makers = [lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))] * 2
+    maker, critic = (smp.DistributedModel(m(), bucket_cap_mb=1e-5) for m in makers)
+    for turn in range(20):
+        maker.zero_grad()
+        critic.zero_grad()
+        made = maker(torch.randn(3, 4, generator=torch.Generator().manual_seed(smp.dp_rank())))
+        critic(made.detach()).square().mean().backward()
+        (-critic(made).square().mean()).backward()
+        for model in (maker, critic):
+            everyone = smp.allgather(gradients(model), smp.DP_GROUP)
+            assert_same_bits(everyone[0], everyone[1])
+        assert all(g is not None for g in gradients(maker)), turn
+
+
 @on_ranks(2, 4)
 def test_two_models_in_one_script():
     """A step that uses one of them leaves the other without gradients."""

@@ -550,6 +550,7 @@ def begin(members: Sequence[DataParallel], with_buffers: bool = True) -> Reducti
     if not members:
         return None
     reduction = Reduction(members, with_buffers)
+    _keep_order(reduction)
     for member in members:
         if member.is_joining:
             member.note_active(reduction)
@@ -558,6 +559,16 @@ def begin(members: Sequence[DataParallel], with_buffers: bool = True) -> Reducti
     for member in members:
         member.reduction = reduction
     return reduction
+
+
+def _keep_order(reduction: Reduction) -> None:
+    """Exchanges of several models at a time, outside of steps, send after their backwards:
+    before, each sends when it has room, which comes at another time on each replica.
+    """
+    members = members_of(live_models.living())
+    others = [m.reduction for m in members if m.reduction is not None]
+    for one in (reduction, *others) if others else ():
+        one.send_after_backward()
 
 
 @among_slices

@@ -141,6 +141,11 @@ class Reduction:
             self._some_want_buffers = any(row[2] for row in rows)
         return self._active
 
+    def send_after_backward(self) -> None:
+        """Send no bucket while backward runs, unless some have gone."""
+        if self._sent == 0:
+            self._overlaps = False
+
     def with_buffers(self) -> bool:
         """Whether a replica wants buffers; the header tells joined replicas."""
         self.active()
