@@ -2,8 +2,8 @@
 
 Two modules of equal sizes make equal operations: ranks in the first and ranks in the second
 would add up slices of two modules.  So every collective of a module sends its key (``key`` in
-csrc/comm/collective/checks/call.h), and so does that of a sharded parameter.  A key is 32 bits: from the path of the module and the
-phase, 22; from the call and the collective in it, 10.
+csrc/comm/collective/checks/call.h), and so does that of a sharded parameter.  A key is 32 bits:
+from the path of the module and the phase, 22; from the call and the collective in it, 10.
 """
 
 import hashlib
