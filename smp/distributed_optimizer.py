@@ -123,7 +123,7 @@ def _sharded(optimizer: torch.optim.Optimizer) -> ShardedOptimizer | None:
         return None
     if keeps_its_own(optimizer):
         warnings.warn(
-            f"smp: shard_optimizer_state=True has no effect on {type(optimizer).__name__}, "
+            f"smp: {owners.setting()} has no effect on {type(optimizer).__name__}, "
             "which has master weights of its own: each replica keeps all of its state; use "
             "bf16 or fp16 with a plain optimizer to share it out",
             stacklevel=3,
@@ -270,7 +270,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self.sharded is not None:
             if closure is not None:
                 raise NotImplementedError(
-                    "smp: optimizer.step(closure) with shard_optimizer_state=True: gradients "
+                    f"smp: optimizer.step(closure) with {owners.setting()}: gradients "
                     "that a closure makes are not with their owners alone; call backward "
                     "before step()"
                 )

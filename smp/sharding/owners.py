@@ -140,6 +140,13 @@ def is_on() -> bool:
     return state.cfg.shard_optimizer_state or shards_parameters()
 
 
+def setting() -> str:
+    """The job's parameter by which state is shared out, for texts of errors."""
+    if shards_parameters():
+        return f"sharded_data_parallel_degree={state.cfg.sharded_data_parallel_degree}"
+    return "shard_optimizer_state=True"
+
+
 def shards_parameters() -> bool:
     """Whether the parameters themselves are shared out, too."""
     return state.is_initialized and state.cfg.sharded_data_parallel_degree > 1

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from smp import optimizer_trial
+from smp.sharding import owners
 
 # By class name, in small letters: optimizers with a number from all parameters, or with changes
 # of parameters beside step().
@@ -43,7 +44,7 @@ def refuse(optimizer: Any) -> None:
     else:
         return
     raise NotImplementedError(
-        f"smp: {kind.__name__} {why}, and with shard_optimizer_state=True a rank updates its "
+        f"smp: {kind.__name__} {why}, and with {owners.setting()} a rank updates its "
         "share of them: use an optimizer that updates each parameter by itself, as "
-        "torch.optim.AdamW does, smp.optimizers.FusedLAMB, or shard_optimizer_state=False"
+        f"torch.optim.AdamW does, smp.optimizers.FusedLAMB, or leave out {owners.setting()}"
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from smp.marks import set_class
 from smp.pytorch import patches
 from smp.sharding import rules, values
-from smp.sharding.owners import Owners, Part, Parts, model_parameter, part_here
+from smp.sharding.owners import Owners, Part, Parts, model_parameter, part_here, setting
 from smp.sharding.shards import ReleasedParameter, is_released, shard_of
 from smp.sharding.slices import SliceParameter, cut, slice_of
 from smp.slicing.split_parameters import among_slices, is_plain
@@ -116,7 +116,7 @@ class ShardedOptimizer:
             return
         self._has_warned, name = True, type(self._optimizer).__name__
         warnings.warn(
-            f"smp: shard_optimizer_state=True: the largest share of {name} has "
+            f"smp: {setting()}: the largest share of {name} has "
             f"{self.owners.imbalance:.2f} times the mean of its elements: it is not known to "
             "update each element by itself, so each parameter has one owner; with an "
             "optimizer of torch.optim as AdamW the shares are even",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from smp.marks import HAS_MASTER
-from smp.sharding.owners import Part
+from smp.sharding.owners import Part, setting
 from smp.sharding.shards import elements_here, note_slice
 from smp.slicing.slices import MARKS
 
@@ -63,7 +63,7 @@ def slice_of(parameter: Any, part: Part) -> SliceParameter:
     if not parameter.is_contiguous():
         raise RuntimeError(
             f"smp: a parameter of shape {list(parameter.shape)} has strides "
-            f"{list(parameter.stride())} now, and with shard_optimizer_state=True several "
+            f"{list(parameter.stride())} now, and with {setting()} several "
             "ranks update contiguous elements of it: convert the model's memory format before "
             "smp.DistributedOptimizer"
         )
