@@ -31,7 +31,7 @@ from smp.sharding.shards import Shard, is_released, shard_of
 from smp.slicing.slices import elements_alike
 from smp.slicing.split_parameters import among_slices, is_plain
 from smp.state_mod import state
-from smp.tensor_parallel.backward import step_end
+from smp.tensor_parallel.backward import keys, step_end
 
 _ON_THEIR_WAY = 4  # parameters
 
@@ -87,7 +87,7 @@ class LiveParameters:
                 shard = None
             if shard is None and parts is not None:
                 _have_own_memory(parameter)
-                shard = Shard(parameter, name, parts, self)
+                shard = Shard(parameter, name, parts, self, keys.of_parameter(name))
                 setattr(parameter, SHARD, shard)
             elif shard is not None and (shard.keeps_all or not shard.is_released):
                 _have_own_memory(parameter)  # again, if the script has changed it
@@ -268,7 +268,7 @@ def _in_shared_memory(parameters: list[nn.Parameter], model: LiveModel) -> set[i
         is_here = not tensor.is_meta and tensor.layout is torch.strided
         if is_here and not is_released(tensor):  # alike on all ranks
             by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    shared = set()
+    shared: set[int] = set()
     for some in by_memory.values():
         if len(some) > 1:
             shared.update(id(t) for t in some if shard_of(t) is None or _overlaps(t, some))

@@ -22,7 +22,6 @@ from smp.marks import SHARD, set_class
 from smp.sharding.owners import Part, Parts, part_here
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
-from smp.tensor_parallel.backward import keys
 
 # Reads of a released parameter that need no values.
 _HARMLESS = frozenset({
@@ -44,22 +43,24 @@ class Shard:
         name: in the model.
         parts: its elements by owner.
         live: the model's `smp.sharding.live_parameters.LiveParameters`.
+        key: of the gathering's collective.
 
     Attributes:
         part: this rank's; None: it has none.
         own: this rank's elements while the parameter is released; None: it keeps all of them,
             or has none.
         kind: the parameter's class while it is gathered.
-        key: of the gathering's collective.
         uses: modules with a call under way that have the parameter.
         last_use: a number that grows from use to use.
     """
 
-    def __init__(self, parameter: nn.Parameter, name: str, parts: Parts, live: Any) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, name: str, parts: Parts, live: Any, key: int
+    ) -> None:
         self.live = live
         self._parameter = weakref.ref(parameter)
         self.name = name
-        self.key = keys.of_parameter(name)
+        self.key = key
         self.parts = parts
         self.part: Part | None = part_here(parts)
         self.own: Tensor | None = None
