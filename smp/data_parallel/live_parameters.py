@@ -66,7 +66,7 @@ class LiveParameters:
         self._parameters: list[nn.Parameter] = []  # of the shards: they live until `prepare`
         self._uses = itertools.count(1)
         self._heard = False  # of the failure of another rank's call
-        self._number = len(live_models.living()) - 1
+        self._number = live_models.number_of_newest()
 
     def has(self, shard: Shard) -> bool:
         """Whether the shard is of this model."""
@@ -236,7 +236,11 @@ class LiveParameters:
                 self._heard = False
             except Exception as error:
                 self._heard = True
-                step_end.hear(f"the gathering of '{shard.name}'", error)
+                where = (
+                    f"the gathering of '{shard.name}' (all ranks of the RDP_GROUP make it, also "
+                    "in evaluation and in model.state_dict())"
+                )
+                step_end.hear(where, error)
                 raise
 
     def tell_of_failure(self) -> None:

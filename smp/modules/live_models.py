@@ -129,6 +129,11 @@ def add(model: LiveModel) -> None:
         listener(model)
 
 
+def number_of_newest() -> int:
+    """The number of the newest model, among all of the job: alike on all ranks."""
+    return len(_models) - 1
+
+
 def forget() -> None:
     """Forget all models: the job has ended."""
     _models.clear()

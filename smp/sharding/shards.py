@@ -99,8 +99,7 @@ class Shard:
         Args:
             values: False: the parameter will have them again.
         """
-        changed = self.parameter._version + 1
-        torch._C._autograd._unsafe_set_version_counter((self.parameter,), (changed,))
+        _count_change(self.parameter)
         self._own_changes += not values
 
     @property
@@ -140,6 +139,22 @@ class Shard:
 
 # The slices of parameters in optimizers, by id of the parameter, which they keep alive.
 _slices: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def _count_change(tensor: Tensor) -> None:
+    changed = tensor._version + 1
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (changed,))
+
+
+def _count_change_of_slice(parameter: Tensor) -> None:
+    """The script may have changed the parameter while it was gathered; its slice has a count of
+    its own, if it was made of released elements.
+    """
+    made, before = _slices.get(id(parameter)), parameter._version
+    if made is not None:
+        _count_change(made)
+        if parameter._version != before:
+            torch._C._autograd._unsafe_set_version_counter((parameter,), (before,))
 
 
 def note_slice(parameter: Tensor, made: Tensor) -> None:
@@ -358,6 +373,7 @@ def release(shard: Shard, is_updated: bool) -> None:
             shard.has_views = not _drop_memory(parameter)
         if is_updated or not (shard.keeps_all or shard.has_views):
             shard.has_changed(is_updated)
+        _count_change_of_slice(parameter)
         shard.is_released = True
         shard.dress()
 
