@@ -237,8 +237,8 @@ class LiveParameters:
             except Exception as error:
                 self._heard = True
                 where = (
-                    f"the gathering of '{shard.name}' (all ranks of the RDP_GROUP make it, also "
-                    "in evaluation and in model.state_dict())"
+                    f"the gathering of '{shard.name}' (all ranks of the RDP_GROUP make it, "
+                    "also in evaluation and in model.state_dict())"
                 )
                 step_end.hear(where, error)
                 raise
