@@ -13,6 +13,7 @@ Parameters below ``sdp_param_persistence_threshold`` elements are never released
 """
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -66,6 +67,7 @@ class LiveParameters:
         self._parameters: list[nn.Parameter] = []  # of the shards: they live until `prepare`
         self._uses = itertools.count(1)
         self._heard = False  # of the failure of another rank's call
+        self._has_warned = False
         self._number = live_models.number_of_newest()
 
     def has(self, shard: Shard) -> bool:
@@ -105,11 +107,26 @@ class LiveParameters:
                 _have_own_memory(parameter)  # again, if the script has changed it
             if shard is not None:
                 found.append(shard)
+        self._warn_of_whole_ones(named)
         if found != self._shards:
             self._shards, self._parameters = found, [shard.parameter for shard in found]
             self._refuse_too_many()
             self._by_memory.clear()  # those of before may have ended, and their memory
             self._note_memory(found)
+
+    def _warn_of_whole_ones(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Say that a training shards nothing of parameters without an optimizer of smp's."""
+        if self._has_warned or not (torch.is_grad_enabled() and self._model.training):
+            return
+        self._has_warned = True
+        whole = [n for n, p in named if p.requires_grad and owners.parts_of(p) is None]
+        if whole:
+            warnings.warn(
+                f"smp: sharded_data_parallel_degree: '{whole[0]}' and {len(whole) - 1} other "
+                "parameters in training are whole on each rank, because no "
+                "smp.DistributedOptimizer of this job has them: wrap their optimizer",
+                stacklevel=7,
+            )
 
     def _parts_of(self, parameter: nn.Parameter, shared: set[int]) -> owners.Parts | None:
         """The parts of a parameter that can be sharded."""

@@ -147,8 +147,8 @@ def _count_change(tensor: Tensor) -> None:
 
 
 def _count_change_of_slice(parameter: Tensor) -> None:
-    """The script may have changed the parameter while it was gathered; its slice has a count of
-    its own, if it was made of released elements.
+    """A gathered parameter may be changed by the script.  A slice made of released elements has
+    a count of its own.
     """
     made, before = _slices.get(id(parameter)), parameter._version
     if made is not None:
