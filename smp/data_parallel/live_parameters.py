@@ -119,7 +119,8 @@ class LiveParameters:
         if self._has_warned or not (torch.is_grad_enabled() and self._model.training):
             return
         self._has_warned = True
-        whole = [n for n, p in named if p.requires_grad and owners.parts_of(p) is None]
+        large = [(n, p) for n, p in named if p.numel() >= owners.least_sharded()]
+        whole = [n for n, p in large if p.requires_grad and owners.parts_of(p) is None]
         if whole:
             warnings.warn(
                 f"smp: sharded_data_parallel_degree: '{whole[0]}' and {len(whole) - 1} other "
