@@ -141,6 +141,13 @@ def _name_of(parameter: torch.Tensor) -> str:
     return "a parameter"
 
 
+def _refusing_released() -> AbstractContextManager[None]:
+    """A block in which the optimizer's hooks may ask for any parameter of a model."""
+    if owners.shards_parameters():
+        return nullcontext()
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 class _FirstFailure:
     """Blocks whose exceptions wait; the first one is kept."""
 
@@ -295,6 +302,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             data_parallel.assign_owners()
             sharded.take_share()
             self.masters.make()
+        with failure:  # alike on all replicas
             live_parameters.release_for_update(sharded.has)
         if self._overflows():  # collective, also after a failure
             sharded.end_step(failure.error)
@@ -307,7 +315,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if failure.error is not None:
                 raise failure.error
             self.masters.follow()
-            with torch._C.DisableTorchFunctionSubclass(), sharded.others_hidden():
+            with _refusing_released(), sharded.others_hidden():
                 result = self.optimizer.step()
         with failure:
             self.masters.give()

@@ -54,7 +54,7 @@ REPLACED = "_smp_replaced"  # its name in the model before a distributed module 
 HAS_MASTER = "_smp_has_master"
 
 # In the __dict__ of a sharded parameter: its `smp.sharding.shards.Shard`.  Deep copies lack it.
-# End: the tensor's.
+# End: the tensor's, or a conversion.
 SHARD = "_smp_shard"
 
 # An attribute of a parameter or buffer of another rank: path and pp_rank.  A parameter refuses
@@ -108,7 +108,7 @@ def set_class(thing: Any, cls: type) -> None:
     forward with the arguments of the replaced module.  Parameters and buffers get the classes
     of split parameters (``smp/slicing/split_parameters.py``) and of tensors of other ranks
     (``smp/modules/remote_tensors.py``), for good but for conversions.  Sharded ones have one
-    while they are released (``smp/sharding/shards.py``).
+    while they are released, or have averages (``smp/sharding/shards.py``).
     """
     thing.__class__ = cls
 

@@ -15,7 +15,7 @@ from smp.modules import live_models
 from smp.precision import masters
 from smp.pytorch import accelerator
 from smp.runtime import failures
-from smp.sharding.shards import averages_of
+from smp.sharding.shards import gradient_of
 from smp.state_mod import state
 
 
@@ -144,17 +144,12 @@ def _tensors() -> Mapping[str, Iterable[Tensor | None]]:
     return {
         "parameters": parameters,
         "buffers": (buffer for model in models for buffer in model.local_buffers()),
-        "gradients": (*map(_gradient_of, parameters), *_core.gradients_taken()),
+        "gradients": (*map(gradient_of, parameters), *_core.gradients_taken()),
         "buckets": memory_of_buckets(),
         "masters": half,
         "optimizer_state": _inside([each.optimizer.state for each in masters.every()]),
         "kept_outputs": _inside(_core.kept_outputs()),
     }
-
-
-def _gradient_of(parameter: Tensor) -> Tensor | None:
-    averages = averages_of(parameter)
-    return parameter.grad if averages is None else averages
 
 
 def _inside(value: Any) -> Iterator[Tensor]:

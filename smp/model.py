@@ -240,6 +240,8 @@ class DistributedModel(live_models.LiveModel):
             )
         if replicas is not None and rt.pp_size == 1 and not rt.step.is_under_way:
             replicas.assign_owners()
+            if torch.is_grad_enabled():
+                replicas.end_what_a_backward_left()
             with (
                 live_parameters.in_use([self]),
                 step_end.together(live_parameters.group_of_call([self])),
@@ -359,10 +361,13 @@ class DistributedModel(live_models.LiveModel):
         RDP_GROUP: all of its ranks enter the block, and make the same changes.
         """
         live = self._smp_record.live_parameters
-        if live is not None:
-            live.gather_all()
-        yield
-        if live is not None:
+        if live is None:
+            yield
+            return
+        live.gather_all()
+        try:
+            yield
+        finally:
             live.keep_within_limit()
 
     def get_module(self) -> nn.Module:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from smp import ranks
 from smp.collectives.objects import refuse_if_forked
 from smp.sharding import owners
+from smp.sharding.shards import averages_of, gradient_of
 from smp.slicing.slices import slices_of
 from smp.state_mod import state
 
@@ -492,14 +493,21 @@ def clip_by_the_models_norm(
     Returns:
         the norm before; see `norm_over_the_model`.
     """
-    with_grad = [p for p in parameters if p.grad is not None]
+    with_grad = [p for p in parameters if gradient_of(p) is not None]
     norm = norm_over_the_model(with_grad, float(norm_type))
-    dense = [p for p in with_grad if not p.grad.is_sparse]  # type: ignore[union-attr]
-    nn.utils.clip_grads_with_norm_(dense, float(max_norm), norm)
+    dense, others = [], []
     for p in with_grad:
-        if p.grad is not None and p.grad.is_sparse:  # as torch does for dense ones
-            factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-            p.grad._values().mul_(factor.to(p.grad.device))
+        averages = averages_of(p)
+        if averages is not None:
+            others.append(averages)
+        elif p.grad is not None and p.grad.is_sparse:
+            others.append(p.grad._values())
+        else:
+            dense.append(p)
+    nn.utils.clip_grads_with_norm_(dense, float(max_norm), norm)
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)  # torch's
+    for gradient in others:
+        gradient.mul_(factor.to(gradient.device))
     return norm
 
 

@@ -337,10 +337,11 @@ class Faulty(nn.Module):
         super().__init__()
         self.layers = linears()
         self.fault = ""
+        self.place = 2
 
     def forward(self, inputs: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            here = number == 2 and smp.rank() == 1
+            here = number == self.place and smp.rank() == 1
             if here and self.fault == "forward":
                 raise ValueError("a fault")
             inputs = (self.layers[3] if here and self.fault == "branch" else layer)(inputs)
@@ -392,18 +393,52 @@ def test_training_goes_on_after_a_failure_of_one_replica(place):
 
 
 @on_ranks(2)
-def test_a_failed_backward_outside_of_steps_is_heard_by_the_others():
+@pytest.mark.parametrize("place", [2, 0])
+def test_a_failed_backward_outside_of_steps_is_heard_by_the_others(place):
+    """Also where no gather follows, as after the first layer's."""
     smp.init({"ddp": True, **KINDS["on demand"]})
     model, optimizer = wrapped(Faulty())
+    model.module.place = place
     first, second, third = batches(3)
     train_outside(model, optimizer, first)
     model.module.fault = "backward"
-    with pytest.raises(ValueError if smp.rank() == 1 else PeerFailed):
+    with pytest.raises(ValueError if smp.rank() == 1 else RuntimeError):
         train_outside(model, optimizer, second)
     model.module.fault = ""
-    with pytest.raises(RuntimeError, match="the backward before this forward raised"):
-        train_outside(model, optimizer, third)
+    # Rank 0 heard of it in a gather, whose backward has no end, or at the end of its own.
+    if smp.rank() == 1 or place > 0:
+        with pytest.raises(RuntimeError, match="the backward before this forward raised"):
+            train_outside(model, optimizer, third)
     train_outside(model, optimizer, third)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_an_optimizer_meet_released_parameters_by_name(kind):
+    smp.init({"ddp": True, **KINDS[kind]})
+    model, optimizer = wrapped(linears())
+    inputs = next(batches(1))
+    norms = lambda *_: [float(p.detach().norm()) for p in model.parameters()]  # noqa: E731
+    handle = optimizer.register_step_post_hook(norms)
+    with pytest.raises(RuntimeError, match=r"detach needs the values of parameter '0\.weight'"):
+        train(model, optimizer, inputs)
+    handle.remove()
+    train(model, optimizer, inputs)
+
+
+@on_ranks(2)
+def test_an_activation_changed_before_its_backward_is_refused():
+    smp.init({"ddp": True, **KINDS["on demand"]})
+    model, optimizer = wrapped(nn.Sequential(*linears(), nn.Tanh()))
+
+    def changed(output: Tensor) -> Tensor:
+        loss = mean_square(output)
+        with torch.no_grad():
+            output.add_(1)
+        return loss
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train(model, optimizer, next(batches(1)), changed)
 
 
 @on_ranks(2)

@@ -116,7 +116,7 @@ def evaluate(model: Any, tokens: Tensor) -> Tensor:
 
 
 @smp.step
-def fail_on_one_replica(model: Any, tokens: Tensor, hidden: Tensor) -> None:
+def fail_on_one_replica(model: Any, tokens: Tensor) -> None:
     if smp.rank() == 1:
         model.module.layers[2].register_forward_pre_hook(refuse)
     model.backward(model(tokens).sum())
@@ -169,7 +169,7 @@ def evaluate_in_inference_mode(run: Run) -> None:
 def fail(run: Run) -> None:
     for _ in range(2):
         with pytest.raises(Exception, match="not on this rank"):
-            fail_on_one_replica(run.model, run.batch(), torch.zeros(4))
+            fail_on_one_replica(run.model, run.batch())
     run.model.module.layers[2]._forward_pre_hooks.clear()
 
 

@@ -281,7 +281,6 @@ class DataParallel:
         objects.refuse_if_forked("smp.DistributedModel.forward", rt.boot.rank, rt.pid)
         with_buffers = self.broadcasts_buffers and self._model.training
         inside = torch._C._current_graph_task_id() != -1
-        self._end_what_a_backward_left(inside)
         if self.reduction is None:
             if not self._counts_as_last():
                 self._prepare()
@@ -318,16 +317,14 @@ class DataParallel:
         self._owing.update(n for n, p in named if id(p) in self._bucket_of)
         return True
 
-    def _end_what_a_backward_left(self, inside: bool) -> None:
-        """End the exchange left by a backward's exception: the other replicas wait.
-
-        Args:
-            inside: a backward runs.
+    def end_what_a_backward_left(self) -> None:
+        """A forward outside of a step begins: end the exchange left by a backward's exception.
+        The other replicas wait.
 
         Raises:
             RuntimeError: an exchange was left, and now has failed on every replica.
         """
-        reduction = self.reduction
+        reduction, inside = self.reduction, torch._C._current_graph_task_id() != -1
         if reduction is not None and reduction.finishes_with_backward and not inside:
             if (live := record_of(self._model).live_parameters) is not None:
                 live.tell_of_failure()
@@ -383,7 +380,16 @@ class DataParallel:
         if reduction is None or reduction.finishes_with_backward:
             return
         reduction.finishes_with_backward = True
-        Variable._execution_engine.queue_callback(lambda: finish(reduction))
+        Variable._execution_engine.queue_callback(lambda: self._end_backward(reduction))
+
+    def _end_backward(self, reduction: Reduction) -> None:
+        live, error = record_of(self._model).live_parameters, None
+        try:
+            if live is not None:
+                live.meet()
+        except Exception as failure:  # noqa: BLE001 - the other replicas hear of it
+            error = failure
+        finish(reduction, error)
 
     # ------------------------------------------------------------ the user's settings
 

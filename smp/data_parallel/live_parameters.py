@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from smp.collectives.torch_process_groups import device_of_numbers
 from smp.marks import SHARD
 from smp.modules import live_models
 from smp.modules.live_models import LiveModel, record_of
@@ -38,6 +39,13 @@ from smp.state_mod import state
 from smp.tensor_parallel.backward import keys, step_end
 
 _ON_THEIR_WAY = 4  # parameters
+
+
+class _Other(NamedTuple):
+    """A tensor of other memory: autograd compares no versions of tensors given to hooks."""
+
+    tensor: Tensor
+    version: int
 
 
 class _Saved(NamedTuple):
@@ -56,6 +64,9 @@ class LiveParameters:
 
     Args:
         model: its local parameters are sharded.
+
+    Attributes:
+        elements: those of all sharded parameters.
     """
 
     def __init__(self, model: LiveModel) -> None:
@@ -65,6 +76,7 @@ class LiveParameters:
         self._shards: list[Shard] = []
         self._by_memory: dict[int, Shard] = {}  # by the number of the storage
         self._parameters: list[nn.Parameter] = []  # of the shards: they live until `prepare`
+        self.elements = 0
         self._uses = itertools.count(1)
         self._heard = False  # of the failure of another rank's call
         self._has_warned = False
@@ -73,11 +85,6 @@ class LiveParameters:
     def has(self, shard: Shard) -> bool:
         """Whether the shard is of this model."""
         return shard.live is self
-
-    @property
-    def elements(self) -> int:
-        """Those of all sharded parameters."""
-        return sum(shard.parameter.numel() for shard in self._shards)
 
     @property
     def is_tight(self) -> bool:
@@ -106,11 +113,13 @@ class LiveParameters:
             elif shard is not None and (shard.keeps_all or not shard.is_released):
                 _have_own_memory(parameter)  # again, if the script has changed it
             if shard is not None:
+                shard.belong_to(self)
                 found.append(shard)
         self._warn_of_whole_ones(named)
         if found != self._shards:
-            self._shards, self._parameters = found, [shard.parameter for shard in found]
             self._refuse_too_many()
+            self._shards, self._parameters = found, [shard.parameter for shard in found]
+            self.elements = sum(shard.parameter.numel() for shard in found)
             self._by_memory.clear()  # those of before may have ended, and their memory
             self._note_memory(found)
 
@@ -187,7 +196,7 @@ class LiveParameters:
         """Collective over the RDP_GROUP."""
         released = [shard for shard in self._shards if shard.is_released]
         while released:
-            shards.gather(released[:_ON_THEIR_WAY])
+            self._gather(released[:_ON_THEIR_WAY])
             del released[:_ON_THEIR_WAY]
 
     def release_for_update(self, is_updated: Callable[[Tensor], bool]) -> None:
@@ -222,8 +231,8 @@ class LiveParameters:
         self._note_memory(self._shards)
 
     def read(self, value: Any) -> Any:
-        """A parameter's values, in host memory if they are many; another value is itself.
-        Collective over the RDP_GROUP for a sharded parameter.
+        """A parameter's values, in host memory if the model is not whole at once.  Any other
+        value is itself.  Collective over the RDP_GROUP for a sharded parameter.
         """
         shard = shard_of(value) if isinstance(value, nn.Parameter) else None
         if shard is None:
@@ -249,17 +258,36 @@ class LiveParameters:
             return
         self._make_room(sum(s.parameter.numel() for s in released), set(map(id, wanted)))
         for shard in released:  # one by one: a failed rank's word is in the place of one
-            try:
-                shards.gather([shard])
-                self._heard = False
-            except Exception as error:
-                self._heard = True
-                where = (
-                    f"the gathering of '{shard.name}' (all ranks of the RDP_GROUP make it, "
-                    "also in evaluation and in model.state_dict())"
-                )
-                step_end.hear(where, error)
-                raise
+            self._gather([shard])
+
+    def _gather(self, some: list[Shard]) -> None:
+        try:
+            shards.gather(some)
+            self._heard = False
+        except Exception as error:
+            self._hear(f"the gathering of '{some[0].name}'", error)
+            raise
+
+    def _hear(self, what: str, error: Exception) -> None:
+        self._heard = True
+        makers = "all ranks of the RDP_GROUP, also in evaluation and in model.state_dict()"
+        step_end.hear(f"{what} (of {makers})", error)
+
+    def meet(self) -> None:
+        """A backward outside of a step has ended on this rank: hear of one that has failed.
+
+        Raises:
+            PeerFailed: one has, or gathers other parameters.
+        """
+        if not self.is_tight:
+            return
+        group = shards.group_of_gathers()
+        numbers = torch.zeros(1, device=device_of_numbers(group))
+        try:
+            dist.all_reduce(numbers, group=group)
+        except Exception as error:
+            self._hear("the end of the backward", error)
+            raise
 
     def tell_of_failure(self) -> None:
         """A backward outside of a step has failed on this rank; others may wait in theirs."""
@@ -273,7 +301,9 @@ class LiveParameters:
         live = [shard for shard in self._shards if not shard.is_released]
         held = elements + sum(shard.parameter.numel() for shard in live)
         for shard in self._shards:
-            shards.drop_memory(shard)
+            if shard.has_views:
+                shards.drop_memory(shard)
+                self._note_memory([shard])
         for shard in sorted(live, key=lambda shard: shard.last_use):
             if held <= self._limit:
                 break
@@ -326,6 +356,7 @@ class LiveParameters:
         for shard in self._shards:
             shard.uses = 0
         self._note_memory(self._shards)  # the script may have given a parameter other memory
+        self._make_room(0, set())
 
 
 def _refuse_other_layout(shard: Shard) -> None:
@@ -400,7 +431,6 @@ def in_use(models: list[LiveModel]) -> Iterator[None]:
 def _gathering(tight: list[LiveParameters]) -> Iterator[None]:
     for live in tight:
         live.begin()
-        live.keep_within_limit()
     before, _on_demand[:] = list(_on_demand), tight
     shards.serve(_serve)
     try:
@@ -493,11 +523,23 @@ def _pack(tensor: Tensor) -> Any:
         for live in _on_demand:
             if (saved := live.pack(tensor)) is not NotImplemented:
                 return saved
-    return tensor
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor
+    return _Other(tensor, tensor._version)
 
 
 def _unpack(saved: Any) -> Any:
-    return saved.live.unpack(saved) if isinstance(saved, _Saved) else saved
+    if isinstance(saved, _Saved):
+        return saved.live.unpack(saved)
+    if isinstance(saved, _Other):
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                f"smp: a tensor of shape {list(saved.tensor.shape)} that this backward needs "
+                "has been modified by an inplace operation since the forward: is at version "
+                f"{saved.tensor._version}; expected version {saved.version} instead"
+            )
+        return saved.tensor
+    return saved
 
 
 def release_for_update(is_updated: Callable[[Tensor], bool]) -> None:

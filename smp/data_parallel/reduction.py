@@ -37,7 +37,7 @@ from smp.data_parallel.buckets import Bucket, Memory
 from smp.data_parallel.group import Layout, Replicas, ReplicasDiffer
 from smp.runtime import failures
 from smp.sharding.owners import part_here
-from smp.sharding.shards import keep_averages
+from smp.sharding.shards import has_gradient, keep_averages
 from smp.tensor_parallel.backward import unused_collectives
 from smp.tensor_parallel.backward.step_end import PeerFailed
 
@@ -87,7 +87,7 @@ class Reduction:
         self._additions: Counter[int] = Counter()  # by id of the parameter
         self._missing = [{id(p) for p in b.parameters()} for _, b in self._buckets]
         self._had: dict[Tensor, bool] = {
-            p: p.grad is not None for _, b in self._buckets for p in b.parameters()
+            p: has_gradient(p) for _, b in self._buckets for p in b.parameters()
         }
         self._overlaps = all(m.overlaps for m in members)
         self._joined = joined

@@ -16,6 +16,7 @@ from torch import Tensor
 from smp.collectives.objects import refuse_if_forked
 from smp.optimizers import accelerator_or_cpu
 from smp.sharding.owners import model_parameter
+from smp.sharding.shards import gradient_of
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
 
@@ -136,7 +137,7 @@ class ScaledGradients:
     def has_one_of(self, tensors: Iterable[Tensor]) -> bool:
         """Whether a tensor is a parameter of the optimizer, or its gradient."""
         own = {id(model_parameter(p)) for p in self._members()}
-        own |= {id(model_parameter(p).grad) for p in self._members()} - {id(None)}
+        own |= {id(gradient_of(model_parameter(p))) for p in self._members()} - {id(None)}
         return any(id(model_parameter(tensor)) in own for tensor in tensors)
 
     @among_slices

@@ -5,6 +5,7 @@ parameter are in it as slices.
 """
 
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -43,7 +44,9 @@ class ShardedOptimizer:
         self._has_warned = False
         self._updated: set[int] = set()  # ids of the model's parameters, in this step
         self._slices: dict[int, SliceParameter] = {}  # by id of the parameter, kept alive
-        self.owners = Owners(self._members, self._may_cut)
+        # No circle of references: a dropped optimizer ends at once, on all ranks alike.
+        this = weakref.proxy(self)
+        self.owners = Owners(lambda: this._members(), lambda one: this._may_cut(one))
 
     def _members(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -60,6 +60,7 @@ class Shard:
         has_views: while the parameter is released, whether its memory stays for other tensors.
         uses: modules with a call under way that have the parameter.
         last_use: a number that grows from use to use.
+        seen: the version at the last gather.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Shard:
         self.last_use = 0
         self.key = key
         self._own_changes = 0
+        self.seen = self.version
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a pickled parameter is not sharded
@@ -87,6 +89,11 @@ class Shard:
     def live(self) -> Any:
         """The model's `smp.data_parallel.live_parameters.LiveParameters`."""
         return self._live()
+
+    def belong_to(self, live: Any) -> None:
+        """Be another model's, as its module was wrapped again."""
+        if self._live() is not live:
+            self._live = weakref.ref(live)
 
     @property
     def version(self) -> int:
@@ -206,9 +213,15 @@ def averages_of(parameter: Tensor) -> Tensor | None:
     return None if shard is None else shard.gradient
 
 
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The averages for this rank's elements, or else ``.grad``."""
+    averages = averages_of(parameter)
+    return parameter.grad if averages is None else averages
+
+
 def has_gradient(parameter: Tensor) -> bool:
     """Whether there is a gradient for this rank's elements."""
-    return averages_of(parameter) is not None or parameter.grad is not None
+    return gradient_of(parameter) is not None
 
 
 def may_keep_averages(parameter: Tensor) -> bool:
@@ -240,7 +253,9 @@ class AveragedParameter(nn.Parameter):
             averages, part = shard.gradient, shard.part
             whole = averages.new_zeros(self.numel())
             whole[part.start : part.end] = averages
-            self.grad = whole.view(self.shape)
+            added = _GRAD.__get__(self)  # by a backward that no hook of smp's saw
+            whole = whole.view(self.shape)
+            self.grad = whole if added is None else whole + added
         return _GRAD.__get__(self)
 
     @grad.setter
@@ -250,6 +265,11 @@ class AveragedParameter(nn.Parameter):
             shard.gradient = None
             shard.dress()
         _GRAD.__set__(self, gradient)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        made = nn.Parameter(self.data.clone(), self.requires_grad)
+        memo[id(self)] = made
+        return made
 
 
 class ReleasedParameter(AveragedParameter):
@@ -320,6 +340,8 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     The backward's own operators see released parameters as such.
     """
     whole = kwargs.pop("materialize_grads", False)
+    if whole:
+        kwargs["allow_unused"] = True
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     edges = tuple(_edge(one) if isinstance(one, ReleasedParameter) else one for one in given)
     found = torch.autograd.grad(outputs, edges, *args, **kwargs)
@@ -373,7 +395,8 @@ def release(shard: Shard, is_updated: bool) -> None:
             shard.has_views = not _drop_memory(parameter)
         if is_updated or not (shard.keeps_all or shard.has_views):
             shard.has_changed(is_updated)
-        _count_change_of_slice(parameter)
+        if shard.version != shard.seen:
+            _count_change_of_slice(parameter)
         shard.is_released = True
         shard.dress()
 
@@ -411,7 +434,12 @@ def gather(shards: Sequence[Shard]) -> None:
     """
     with _apart():
         error: Exception | None = None
-        works = [work for shard in shards for work in _begin_gather(shard)]
+        works: list[Any] = []
+        for shard in shards:
+            try:
+                works += _begin_gather(shard, len(shards) > 1)
+            except Exception as failure:  # noqa: BLE001 - others are under way
+                error = error or failure
         for work in works:
             try:
                 work.wait()
@@ -427,6 +455,7 @@ def gather(shards: Sequence[Shard]) -> None:
             if part is not None and len(shard.parts) > 1:
                 shard._show(parameter.data.view(-1)[part.start : part.end])
             shard.own, shard.is_released, shard.has_views = None, False, False
+            shard.seen = shard.version
             shard.dress()
 
 
@@ -435,7 +464,8 @@ def group_of_gathers() -> dist.ProcessGroup:
     return state.job("a sharded parameter").torch_groups.by_kind["shards"]
 
 
-def _begin_gather(shard: Shard) -> list[Any]:
+def _begin_gather(shard: Shard, is_async: bool) -> list[Any]:
+    """One that is waited for keeps no view in another thread for a while."""
     parameter, group = shard.parameter, group_of_gathers()
     row, members = parameter.data, ranks.get_rdp_group()
     if parameter.untyped_storage().nbytes() < parameter.nbytes:
@@ -452,7 +482,7 @@ def _begin_gather(shard: Shard) -> list[Any]:
         try:
             if row.is_cpu:
                 sizes = None if alike else counts
-                return [group.gather_rows(row, own, sizes, True, 0, 0, ())]
+                return [group.gather_rows(row, own, sizes, is_async, 0, 0, ())]
             if alike:
                 return [torch_versions.all_gather_single(row, own, group=group, async_op=True)]
         finally:
