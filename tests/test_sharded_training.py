@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import smp
+from tests.devices import DEVICES, use
 from tests.models.trained import assert_same, snapshot
 from tests.ranks import on_ranks
 
@@ -41,7 +42,7 @@ class Net(nn.Module):
 class Run:
     """One training."""
 
-    def __init__(self, kind: str | None, **options: Any) -> None:
+    def __init__(self, kind: str | None, device: str = "cpu", **options: Any) -> None:
         smp.reset()
         clip = options.pop("clip", 0.0)
         sparse, two = options.pop("sparse", False), options.pop("two_optimizers", False)
@@ -53,6 +54,7 @@ class Run:
                 **SHARDED[kind],
             }
         smp.init({"ddp": True, "microbatches": 2, **options})
+        use(device)
         torch.manual_seed(0)
         self.clip = clip if kind is None else 0.0
         self.model = smp.DistributedModel(Net(sparse))
@@ -225,6 +227,19 @@ def test_a_replica_that_reads_alone_is_told_by_the_names_of_parameters():
         names = r"gathering of 'scale'.* model\.state_dict\(\).*for parameter 'scale'"
         assert re.search(names, str(caught.value)), str(caught.value)
         smp.reset()  # the other waits
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("kind", SHARDED)
+def test_an_accelerator_has_the_bits_of_plain_data_parallelism(kind, device):
+    results = []
+    for sharded in (None, kind):
+        run = Run(sharded, device)
+        run.train(4)
+        assert all(p.device.type == device for p in run.model.parameters())
+        results.append(run.everything())
+    assert_same(results[1], results[0])
 
 
 @on_ranks(2)
