@@ -327,6 +327,32 @@ def test_an_update_leaves_no_memory_of_others_elements(kind):
             assert [w.untyped_storage().nbytes() for w in weights] == [0] * len(weights)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_has_its_share_of_gradients_and_no_more_weights_than_the_limit(kind):
+    smp.init({"ddp": True, **KINDS[kind]})
+    model, optimizer = wrapped(linears())
+    weights = [layer.weight for layer in model.module]
+    held = []
+
+    def count(*_: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            held.append(sum(w.untyped_storage().nbytes() // 4 for w in weights))
+
+    for layer in model.module:
+        layer.register_forward_hook(count)
+        layer.register_full_backward_hook(count)
+    for inputs in batches(3):
+        optimizer.zero_grad()
+        held.clear()
+        train_step(model, inputs, mean_square)
+        (here,) = smp.memory_report().every
+        assert here.gradients <= 4 * sum(w.numel() // 2 + WIDTH for w in weights)
+        optimizer.step()
+    assert len(held) == 10
+    assert max(held) <= KINDS[kind].get("sdp_max_live_parameters", 5 * WIDTH**2)
+
+
 # ----------------------------------------------------------------------- refused, by name
 
 

@@ -16,7 +16,7 @@ from smp import torch_versions
 from smp.collectives.process_group import ProcessGroup
 from smp.collectives.work import AllOf
 from smp.data_parallel.group import Holders, gradient_dtype
-from smp.sharding.owners import Part, Parts, part_here, parts_of
+from smp.sharding.owners import Part, Parts, elements_by_rank, part_here, parts_of
 from smp.sharding.shards import may_keep_averages
 from smp.slicing.slices import elements_alike
 
@@ -180,9 +180,7 @@ class Bucket:
         """Begin the sum: its work, and the place of this rank's sums, once that is over."""
         assert self.parts is not None
         buffer, mine = self.buffer(), part_here(self.parts)
-        counts = [0] * len(self.holders.owners)
-        for owner, start, end in self.parts:
-            counts[owner] = end - start
+        counts = elements_by_rank(self.parts)
         own = buffer.new_empty(0 if mine is None else mine.end - mine.start)
         alike = len(set(counts)) == 1
         if isinstance(self.holders.group, ProcessGroup) and buffer.is_cpu:

@@ -1,4 +1,4 @@
-"""The parameters of one model that are gathered now (``sharded_data_parallel_degree``).
+"""The sharded parameters of one model: which are gathered now, and when others are.
 
 A model with at most ``sdp_max_live_parameters`` elements is gathered at the begin of a step, or
 of a call outside.  The next update releases it.  A larger one is gathered *on demand*:
@@ -31,7 +31,6 @@ from smp.modules.live_models import LiveModel, record_of
 from smp.pytorch import patches
 from smp.pytorch.compiled_code import not_traced
 from smp.sharding import owners, shards
-from smp.sharding.owners import even_parts
 from smp.sharding.shards import Shard, is_released, shard_of
 from smp.slicing.slices import elements_alike
 from smp.slicing.split_parameters import among_slices, is_plain
@@ -66,7 +65,7 @@ class LiveParameters:
         model: its local parameters are sharded.
 
     Attributes:
-        elements: those of all sharded parameters.
+        elements: those of all sharded parameters, alike on all tp_ranks.
     """
 
     def __init__(self, model: LiveModel) -> None:
@@ -81,10 +80,6 @@ class LiveParameters:
         self._heard = False  # of the failure of another rank's call
         self._has_warned = False
         self._number = live_models.number_of_newest()
-
-    def has(self, shard: Shard) -> bool:
-        """Whether the shard is of this model."""
-        return shard.live is self
 
     @property
     def is_tight(self) -> bool:
@@ -119,7 +114,7 @@ class LiveParameters:
         if found != self._shards:
             self._refuse_too_many()
             self._shards, self._parameters = found, [shard.parameter for shard in found]
-            self.elements = sum(shard.parameter.numel() for shard in found)
+            self.elements = sum(elements_alike(shard.parameter) for shard in found)
             self._by_memory.clear()  # those of before may have ended, and their memory
             self._note_memory(found)
 
@@ -150,7 +145,7 @@ class LiveParameters:
             return None
         if parameter.requires_grad:
             return owners.parts_of(parameter)  # None: its optimizer is not smp's
-        return owners.parts_of(parameter) or even_parts(parameter.numel())
+        return owners.parts_of(parameter) or owners.even_parts(parameter.numel())
 
     def _key_of(self, name: str) -> int:
         of_model = f" of model {self._number}" if self._number else ""
@@ -504,7 +499,7 @@ def _has_called(module: nn.Module, args: Any, output: Any) -> None:
 
 def _fetch(wanted: list[Shard]) -> None:
     for live in _on_demand:
-        if mine := [shard for shard in wanted if live.has(shard)]:
+        if mine := [shard for shard in wanted if shard.live is live]:
             live.fetch(mine)
 
 

@@ -191,6 +191,14 @@ def parts_of(parameter: Tensor) -> Parts | None:
     return next((parts for parts in found if parts is not None), None)
 
 
+def elements_by_rank(parts: Parts) -> list[int]:
+    """The number of elements of each rank of the RDP_GROUP."""
+    counts = [0] * ranks.rdp_size()
+    for owner, start, end in parts:
+        counts[owner] = end - start
+    return counts
+
+
 def part_here(parts: Parts) -> Part | None:
     """The part of this rank; None: it has none."""
     mine = ranks.rdp_rank()

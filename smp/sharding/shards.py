@@ -22,7 +22,7 @@ from smp import ranks, torch_versions
 from smp.collectives.process_group import ProcessGroup
 from smp.marks import SHARD, set_class
 from smp.pytorch.transforms import outside_of_transforms
-from smp.sharding.owners import Part, Parts, part_here
+from smp.sharding.owners import Part, Parts, elements_by_rank, part_here
 from smp.slicing.split_parameters import among_slices
 from smp.state_mod import state
 
@@ -471,9 +471,7 @@ def _begin_gather(shard: Shard, is_async: bool) -> list[Any]:
     if parameter.untyped_storage().nbytes() < parameter.nbytes:
         parameter.untyped_storage().resize_(parameter.nbytes)
     row = row.view(-1)
-    counts = [0] * len(members)
-    for owner, start, end in shard.parts:
-        counts[owner] = end - start
+    counts = elements_by_rank(shard.parts)
     own = row[:0] if shard.part is None else row[shard.part.start : shard.part.end]
     own = own if shard.own is None else shard.own
     alike = len(set(counts)) == 1
